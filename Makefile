@@ -1,0 +1,45 @@
+# Everything that a fresh machine needs is installed into $(VENV); nothing outside it is touched.
+PYTHON ?= python3
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+INSTALL = $(PIP) install --constraint constraints.txt
+
+.PHONY: help precompile test lint docs clean
+
+help:
+	@echo "make precompile   set up and compile the plans for topk 128, 1024 and 2048"
+	@echo "make test         set up and run the tests"
+	@echo "make lint         set up and run ruff and mypy"
+	@echo "make docs         write the generated pages of docs/ again"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.compile: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[compile]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[compile,test,torch]'
+	@touch $@ $(VENV)/.compile
+
+$(VENV)/.lint: $(VENV)/.test
+	$(INSTALL) --editable '.[compile,test,torch,lint]'
+	@touch $@
+
+precompile: $(VENV)/.compile
+	$(VENV)/bin/dsa-plan precompile --topk 128,1024,2048
+
+test: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -q
+
+lint: $(VENV)/.lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+docs: $(VENV)/.compile
+	$(VENV)/bin/python docs/generate.py
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,68 @@
+"""dsa_planner: GPU kernel plans, compiled ahead of time and launched without a compiler.
+
+Two worlds share this package. The **build side** (``PlanConfig``, ``Planner``, the ``dsa-plan`` command) compiles
+plans and keeps them. The **run side** (``indexer_backward``, ``load_plan``, the errors) launches them in training
+jobs, with the standard library, cuda.bindings and torch; it never imports a compiler, pydantic, typer, rich or
+diskcache. Names are imported when first used, so that neither side pays for the other (tests/test_two_worlds.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dsa_planner.errors import (
+    CacheError,
+    CompileError,
+    CompilerMissingError,
+    DeviceMismatchError,
+    DriverError,
+    DsaPlannerError,
+    PlanFileError,
+    PlanNotFoundError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from dsa_planner.config import PlanConfig
+    from dsa_planner.operators import indexer_backward, load_plan
+    from dsa_planner.plan import Plan
+    from dsa_planner.planner import Planner
+
+__version__ = "0.1.0"
+__all__ = [
+    "CacheError",
+    "CompileError",
+    "CompilerMissingError",
+    "DeviceMismatchError",
+    "DriverError",
+    "DsaPlannerError",
+    "Plan",
+    "PlanConfig",
+    "PlanFileError",
+    "PlanNotFoundError",
+    "Planner",
+    "UnsupportedError",
+    "indexer_backward",
+    "load_plan",
+]
+
+_LAZY = {
+    "Plan": "dsa_planner.plan",
+    "PlanConfig": "dsa_planner.config",
+    "Planner": "dsa_planner.planner",
+    "indexer_backward": "dsa_planner.operators",
+    "load_plan": "dsa_planner.operators",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,57 @@
+"""The errors that users see. Each says what was asked, which rule it broke, and what to do next.
+
+A leaf: it imports nothing, so that every part of the project can raise these.
+"""
+
+from __future__ import annotations
+
+
+class DsaPlannerError(Exception):
+    """Base of all errors that this package raises on purpose.
+
+    Args:
+        asked: what was asked or found, with the value.
+        rule: the rule that it broke.
+        remedy: what to do next.
+    """
+
+    def __init__(self, asked: str, rule: str, remedy: str) -> None:
+        super().__init__(asked, rule, remedy)
+        self.asked = asked
+        self.rule = rule
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.asked}: {self.rule}; {self.remedy}"
+
+
+class UnsupportedError(DsaPlannerError, ValueError):
+    """A request outside the support envelope: a wrong value, shape, dtype or stride."""
+
+
+class DeviceMismatchError(DsaPlannerError, RuntimeError):
+    """A plan, a tensor and a device that do not belong together."""
+
+
+class PlanNotFoundError(DsaPlannerError, LookupError):
+    """No layer holds the plan."""
+
+
+class PlanFileError(DsaPlannerError):
+    """A plan file that is damaged, mislabelled, or not a plan file."""
+
+
+class CacheError(DsaPlannerError):
+    """A layer that cannot be read or written: no place for it, no permission, no room."""
+
+
+class CompileError(DsaPlannerError, RuntimeError):
+    """A compilation that failed, ran out of time, or returned something else than the plan."""
+
+
+class CompilerMissingError(CompileError):
+    """The compiler (nvidia-cutlass-dsl) is not installed."""
+
+
+class DriverError(DsaPlannerError, RuntimeError):
+    """The CUDA driver is missing, too old, or refused a call."""
