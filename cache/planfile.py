@@ -1,0 +1,170 @@
+"""The plan file: one compiled plan with all that is needed to check and launch it.
+
+Layout, all integers little-endian::
+
+    offset  bytes  content
+    0       8      magic: b"DSAPLAN" and the format version, 0x01
+    8       4      M, the length of the manifest
+    12      M      the manifest, canonical JSON
+    12+M    ...    the sections, back to back, in the order and with the lengths that the manifest gives
+    end-32  32     SHA-256 of all bytes before
+
+The invariant that everything rests on: **a plan is a pure function of its content.** No time, host, user or path is in
+it, so building it twice gives the same bytes, and the file is either exactly what was built or refused: a reader checks
+the trailing digest, the lengths, and that the plan id computed from the manifest is the one that it asked for
+(tests/cache/test_planfile.py). The digest catches damage, not forgery: who can write the file can write a new digest.
+
+The manifest::
+
+    identity   config, sources, options, launch     their digest is the plan id (see ``plan_id``)
+    build      id, packages                         the compiler that made it; the id is the build id
+    kernels    name, symbol, registers, ...         what the compiler reported for each kernel of the launch record
+    sections   name, bytes                          "cubin" always; "ptx" unless it was stripped
+
+Nothing is ever unpickled. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsa_planner.cache.canonical import canonical_json, digest
+from dsa_planner.errors import PlanFileError
+
+__all__ = ["MAX_BYTES", "SUFFIX", "PlanFile", "plan_id"]
+
+SUFFIX = ".dsaplan"
+MAGIC = b"DSAPLAN\x01"
+MAX_BYTES = 64 << 20  # far above any plan; a bound for readers
+_HEADER = struct.Struct("<8sI")
+_DIGEST_BYTES = 32
+_MANIFEST_KEYS = {"identity", "build", "kernels", "sections"}
+_IDENTITY_KEYS = {"config", "sources", "options", "launch"}
+_REMEDY = "build it again with dsa-plan precompile"
+
+
+def plan_id(identity: Mapping[str, Any]) -> str:
+    """The plan id: what a plan is, whoever built it. 64 hexadecimal digits.
+
+    Args:
+        identity: ``config`` (the plan config), ``sources`` (digest of the kernel sources), ``options`` (compile
+        options)
+            and ``launch`` (the launch record).
+    """
+    if set(identity) != _IDENTITY_KEYS:
+        raise TypeError(f"a plan's identity has the keys {sorted(_IDENTITY_KEYS)}, not {sorted(identity)}")
+    return digest(dict(identity))
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan file in memory: its manifest and its sections."""
+
+    manifest: Mapping[str, Any]
+    sections: Mapping[str, bytes]
+
+    @property
+    def plan_id(self) -> str:
+        return plan_id(self.manifest["identity"])
+
+    @property
+    def build_id(self) -> str:
+        return str(self.manifest["build"]["id"])
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return dict(self.manifest["identity"]["config"])
+
+    @property
+    def launch(self) -> Mapping[str, Any]:
+        return dict(self.manifest["identity"]["launch"])
+
+    @property
+    def cubin(self) -> bytes:
+        return self.sections["cubin"]
+
+    @classmethod
+    def build(
+        cls,
+        identity: Mapping[str, Any],
+        build: Mapping[str, Any],
+        kernels: Sequence[Mapping[str, Any]],
+        sections: Mapping[str, bytes],
+    ) -> PlanFile:
+        """Put a plan together; the section table is derived, in name order."""
+        ordered = {name: sections[name] for name in sorted(sections)}
+        table = [{"name": name, "bytes": len(data)} for name, data in ordered.items()]
+        return cls({"identity": identity, "build": build, "kernels": list(kernels), "sections": table}, ordered)
+
+    def encode(self) -> bytes:
+        """The bytes of the file."""
+        manifest = canonical_json(self.manifest)
+        body = b"".join([_HEADER.pack(MAGIC, len(manifest)), manifest, *self.sections.values()])
+        return body + hashlib.sha256(body).digest()
+
+    @classmethod
+    def decode(cls, data: bytes, place: str, expected_plan_id: str | None = None) -> PlanFile:
+        """Read a plan file and check it.
+
+        Args:
+            data: the whole file.
+            place: where it came from, for the message.
+            expected_plan_id: the id under which it was found; None accepts any.
+
+        Raises:
+            PlanFileError: the file is damaged, of another format, or not the plan that its name says.
+        """
+
+        def refuse(rule: str, remedy: str = _REMEDY) -> PlanFileError:
+            return PlanFileError(f"plan file {place}", rule, remedy)
+
+        if len(data) < _HEADER.size + _DIGEST_BYTES:
+            raise refuse(f"it has {len(data)} bytes, too few for a plan file")
+        magic, manifest_bytes = _HEADER.unpack_from(data)
+        if magic != MAGIC:
+            if magic[:7] == MAGIC[:7]:
+                raise refuse(f"it has format version {magic[7]}, this version reads {MAGIC[7]}")
+            raise refuse("it does not begin as a plan file does")
+        body = memoryview(data)[:-_DIGEST_BYTES]
+        if hashlib.sha256(body).digest() != data[-_DIGEST_BYTES:]:
+            raise refuse("its digest does not match its content, so it is damaged")
+        start = _HEADER.size + manifest_bytes
+        if start > len(body):
+            raise refuse("its manifest is longer than the file")
+        try:
+            text = bytes(body[_HEADER.size : start])
+            manifest = json.loads(text)
+            if canonical_json(manifest) != text:
+                raise ValueError("it is not in canonical form")
+            sections = _split(manifest, body, start)
+            found = plan_id(manifest["identity"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise refuse(f"its manifest cannot be read ({type(error).__name__}: {error})") from None
+        if expected_plan_id is not None and found != expected_plan_id:
+            raise refuse(f"it holds plan {found}, not plan {expected_plan_id} as its name says", "remove or rename it")
+        return cls(manifest, sections)
+
+
+def _split(manifest: Any, body: memoryview, start: int) -> dict[str, bytes]:
+    """The sections that the manifest lists, which must fill the body exactly."""
+    if not isinstance(manifest, dict) or set(manifest) != _MANIFEST_KEYS:
+        raise ValueError(f"the manifest has the keys {sorted(_MANIFEST_KEYS)}")
+    if not isinstance(manifest["build"]["id"], str) or not isinstance(manifest["kernels"], list):
+        raise ValueError("build.id is a string and kernels a list")
+    sections: dict[str, bytes] = {}
+    for entry in manifest["sections"]:
+        name, size = entry["name"], entry["bytes"]
+        if not isinstance(name, str) or type(size) is not int or size < 0 or name in sections:
+            raise ValueError(f"section entry {entry!r} is malformed")
+        sections[name] = bytes(body[start : start + size])
+        start += size
+    if start != len(body):
+        raise ValueError(f"the sections end at byte {start} of {len(body)}")
+    if "cubin" not in sections:
+        raise ValueError("there is no cubin section")
+    return sections

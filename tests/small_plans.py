@@ -1,0 +1,32 @@
+"""Small well-formed plan files, for tests of the cache that need no compiler."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dsa_planner.cache.planfile import PlanFile
+
+
+def small_plan(number: int = 0, size: int = 100, build: str = "b", version: str = "4.8.1") -> PlanFile:
+    """A plan that differs from every other ``number``, with a cubin section of ``size`` bytes."""
+    identity = {
+        "config": {"topk": number},
+        "sources": "0" * 64,
+        "options": {},
+        "launch": {"kernels": [], "buffers": []},
+    }
+    build_record = {"id": build * 64, "packages": {"nvidia-cutlass-dsl": version}}
+    return PlanFile.build(identity, build_record, [], {"cubin": bytes([number % 256]) * size})
+
+
+def files(root: Path) -> list[str]:
+    """All files below a folder, relative to it, but for the index and the lock."""
+    found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if path.parts[0] not in ("index", "lock", "CACHEDIR.TAG"))
+
+
+def set_age(path: Path, seconds_ago: int) -> None:
+    """Make a file look as if it had last been used so long ago."""
+    then = path.stat().st_mtime_ns - seconds_ago * 10**9
+    os.utime(path, ns=(then, then))
