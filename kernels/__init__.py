@@ -1,0 +1,14 @@
+"""Kernels as data and code: what can be compiled, from which bytes, and how the result is launched.
+
+==================================  ===============================================================================
+``catalogue``                       a kernel's launch record, compile options and source digest, without a compiler
+``oracle``                          the operation in fp64, the reference for every test and proof
+``score_grad``                      stage 1, shared by every backend of an architecture
+``round_d_index_k``                 stage 3, the bf16 rounding of the fp32 d_index_k accumulator
+``indexer_backward_default_sm90``   stage 2 of the ``default`` backend for Hopper, and the program of all stages
+==================================  ===============================================================================
+
+Beside a kernel module ``<name>.py``, whose ``program(config)`` says what to compile, lies ``<name>.json`` with what
+must be known without compiling: the source files that enter the digest, the compile options, and the launch record.
+Nothing here imports the planner or the cache.
+"""

@@ -1,0 +1,57 @@
+"""What is known of a kernel without compiling it: launch record, compile options, digest of its sources.
+
+Standard library only, so that a training image, which has no compiler, computes the same plan ids as the machine that
+built the plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).resolve().parent
+MODULE_PREFIX = "dsa_planner.kernels."
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of the catalogue.
+
+    ``launch`` is the launch record and ``options`` the compile options, both plain JSON data; ``sources`` names every
+    file of this package that the compilation reads; ``source_digest`` is the SHA-256 over their names and bytes.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    source_digest: str
+    options: Mapping[str, Any]
+    launch: Mapping[str, Any]
+
+    @property
+    def module(self) -> str:
+        """The module whose ``program(config)`` is compiled. Fixed: kernel symbols must not depend on the caller."""
+        return MODULE_PREFIX + self.name
+
+
+def digest_sources(files: Mapping[str, bytes]) -> str:
+    """SHA-256 over names and contents, in name order; a file's length goes in, so that no two sets run together."""
+    total = hashlib.sha256()
+    for name in sorted(files):
+        content = files[name]
+        total.update(f"{name}\0{len(content)}\0".encode())
+        total.update(content)
+    return total.hexdigest()
+
+
+@cache
+def load(name: str, folder: Path = _FOLDER) -> Kernel:
+    """Read a kernel's entry. Cached: the sources of an installed package do not change under a process."""
+    entry = json.loads((folder / f"{name}.json").read_bytes())
+    sources = tuple(sorted(entry["sources"]))
+    contents = {source: (folder / source).read_bytes() for source in sources}
+    return Kernel(name, sources, digest_sources(contents), entry["options"], entry["launch"])

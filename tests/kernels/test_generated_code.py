@@ -1,0 +1,57 @@
+"""What the compiler made of the kernels, read from the plan's PTX: the instructions that the design rests on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dsa_planner.cache.planfile import PlanFile
+
+
+@pytest.fixture(scope="module")
+def entries(compiled: PlanFile) -> dict[str, str]:
+    _, *found = re.split(r"(?=\.visible \.entry )", compiled.sections["ptx"].decode())
+    return {re.search(r"entry dsa_(\w+?)_\d+\(", text).group(1): text for text in found}  # type: ignore[union-attr]
+
+
+def count(text: str, pattern: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def test_subnormals_are_kept(entries: dict[str, str]) -> None:
+    """exp(-100) is a subnormal of fp32: flushed to zero, every slot would pass the threshold of stage 1."""
+    assert not [name for name, text in entries.items() if ".ftz" in text]
+    assert "0f0000001B" in entries["score_grad"]
+
+
+def test_stage_1_moves_16_bytes_an_access(entries: dict[str, str]) -> None:
+    text = entries["score_grad"]
+    assert count(text, r"ld\.global\.v4\.\w+") == 2
+    assert count(text, r"st\.global\.v4\.\w+") >= 1
+    assert count(text, r"ld\.global\.(?!v4)") == 1, "grad_loss alone"
+
+
+def test_stage_2_has_three_contractions_a_tile(entries: dict[str, str]) -> None:
+    text = entries["gradients"]
+    assert count(text, r"wgmma\.mma_async\S*m64n64k16\.f32\.bf16\.bf16") == 8  # S: 64 x 64 x 128
+    assert count(text, r"wgmma\.mma_async\S*m64n128k16\.f32\.bf16\.bf16") == 8  # dK: 64 x 128 x 64; dQ: 64 x 128 x 64
+
+
+def test_stage_2_gathers_scatters_and_stores_in_bulk(entries: dict[str, str]) -> None:
+    text = entries["gradients"]
+    assert count(text, r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 16, %r\d+;") == 16
+    assert count(text, r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32 .*, 512;") == 1
+    assert count(text, r"cp\.async\.bulk\.global\.shared::cta\.bulk_group .*, 256;") == 1
+    assert count(text, r"cp\.async\.bulk\.tensor\.2d") == 2
+    assert not count(text, r"\b(atom|red)\.")
+
+
+def test_stage_2_gives_registers_to_those_who_compute(entries: dict[str, str]) -> None:
+    text = entries["gradients"]
+    assert count(text, r"setmaxnreg\.dec\.sync\.aligned\.u32\s+40;") == 1
+    assert count(text, r"setmaxnreg\.inc\.sync\.aligned\.u32\s+232;") == 1
+
+
+def test_nothing_lives_in_local_memory(entries: dict[str, str]) -> None:
+    assert not [name for name, text in entries.items() if ".local" in text]
