@@ -1,0 +1,198 @@
+"""Compile one plan: a subprocess for the compiler, and the checks on what it returns.
+
+The result is a pure function of the plan's identity and the compiler packages. Everything else that could change it
+is shut out: the child gets a private directory, a fixed environment without CUTE_DSL_* variables, an explicit arch,
+and kernel modules of fixed names; it reports which kernel sources it loaded, and one that the plan's digest does not
+cover is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsa_planner import cubin as cubin_reader
+from dsa_planner import envelope, toolchain
+from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.errors import CompileError
+from dsa_planner.identity import identity_of
+from dsa_planner.kernels import catalogue
+from dsa_planner.launch_record import PARAMETER_BYTES, LaunchRecord
+
+__all__ = ["DEFAULT_TIMEOUT", "Compiled", "compile_plan"]
+
+DEFAULT_TIMEOUT = 300.0
+_SCRUBBED_PREFIXES = ("CUTE_", "CUTLASS_", "PYTHONHASHSEED", "NVVM_", "MLIR_", "LLVM_")
+_WORKER = Path(__file__).with_name("compile_worker.py")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled plan and the seconds that it took."""
+
+    plan: PlanFile
+    seconds: float
+
+
+def compile_plan(config: Mapping[str, Any], timeout: float = DEFAULT_TIMEOUT) -> Compiled:
+    """Compile the plan of a complete config (see ``envelope.plan_config``).
+
+    Safe to call from several threads at once: each call runs its own process.
+
+    Raises:
+        UnsupportedError: this version does not build the config's backend and arch yet.
+        CompilerMissingError: nvidia-cutlass-dsl is not installed.
+        CompileError: the compiler failed, took longer than ``timeout`` seconds, or returned something else than the
+        plan.
+    """
+    identity = identity_of(config)
+    tools = toolchain.installed()
+    kernel = catalogue.load(envelope.require_built(envelope.support_of(config)))
+    label = f"plan {config['backend']} {config['arch']} topk={config['topk']}"
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dsa-plan-") as folder:
+        answer = _run_worker(kernel, config, Path(folder), timeout, label)
+        unlisted = set(answer["sources"]) - set(kernel.sources) - {"__init__.py"}
+        if unlisted:
+            raise CompileError(
+                label,
+                f"the compilation read {', '.join(sorted(unlisted))}, which {kernel.name}.json does not list",
+                "list them, so that the plan id covers them",
+            )
+        cubin = (Path(folder) / "plan.cubin").read_bytes()
+        ptx = (Path(folder) / "plan.ptx").read_bytes()
+    kernels = _checked_kernels(config, identity["launch"], cubin, ptx, label)
+    build = {"id": tools.build_id, "packages": tools.packages}
+    plan = PlanFile.build(identity, build, kernels, {"cubin": cubin, "ptx": ptx})
+    return Compiled(plan, time.monotonic() - started)
+
+
+def compiler_options(arch: str, options: Mapping[str, Any]) -> str:
+    """The option string for ``cute.compile``: the arch always, then the kernel's own options in name order."""
+    own = [f"--{name} {value}" for name, value in sorted(options.items())]
+    return " ".join([f"--gpu-arch {arch}", *own, "--keep-cubin", "--keep-ptx"])
+
+
+def _run_worker(
+    kernel: catalogue.Kernel, config: Mapping[str, Any], folder: Path, timeout: float, label: str
+) -> dict[str, Any]:
+    request = {
+        "sys_path": [entry or os.getcwd() for entry in sys.path],
+        "module": kernel.module,
+        "config": dict(config),
+        "options": compiler_options(config["arch"], kernel.options),
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-B", str(_WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        env=_environment(folder, config["arch"]),
+        text=True,
+        start_new_session=True,  # so that a time-out ends the compiler's own children too
+    )
+    try:
+        out, err = child.communicate(json.dumps(request), timeout=timeout)
+    except BaseException as error:
+        _kill(child)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise CompileError(
+                label, f"the compiler took longer than {timeout:g} seconds", "raise --timeout, or use fewer jobs"
+            ) from None
+        raise
+    if child.returncode != 0:
+        raise CompileError(label, _failure(child.returncode, err), "report it with the output of dsa-plan explain")
+    try:
+        answer: dict[str, Any] = json.loads(out)
+    except ValueError:
+        raise CompileError(label, f"the compiler answered {out[:200]!r}", "report it") from None
+    return answer
+
+
+def _environment(folder: Path, arch: str) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED_PREFIXES)}
+    env.update(
+        CUTE_DSL_DUMP_DIR=str(folder),
+        CUTE_DSL_CACHE_DIR=str(folder),
+        CUTE_DSL_DISABLE_FILE_CACHING="1",
+        CUTE_DSL_ARCH=arch,
+        PYTHONHASHSEED="0",
+        PYTHONDONTWRITEBYTECODE="1",
+        HOME=str(folder),
+        TMPDIR=str(folder),
+    )
+    return env
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+
+
+def _failure(code: int, err: str) -> str:
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no message"
+    how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"the compiler {how}: {last[:400]}"
+
+
+def _checked_kernels(
+    config: Mapping[str, Any], launch: Mapping[str, Any], cubin: bytes, ptx: bytes, label: str
+) -> list[dict[str, Any]]:
+    """The manifest's kernel entries, after checking that the cubin is what the launch record expects."""
+
+    def wrong(rule: str) -> CompileError:
+        return CompileError(label, f"the compiler returned something else than the plan: {rule}", "report it")
+
+    try:
+        found = cubin_reader.inspect(cubin)
+    except cubin_reader.CubinError as error:
+        raise wrong(str(error)) from None
+    arch = envelope.ARCHES[config["arch"]]
+    if (found.sm, found.accelerated) != (arch.sm, arch.suffix == "a"):
+        raise wrong(f"a cubin for sm_{found.sm}{'a' if found.accelerated else ''}, not for {arch.name}")
+    if f".target {arch.name}\n".encode() not in ptx.replace(b",", b"\n"):
+        raise wrong(f"PTX for another target than {arch.name}")
+    record = LaunchRecord.parse(launch)
+    by_name = {_stage_of(kernel.symbol): kernel for kernel in found.kernels}
+    if set(by_name) != {kernel.name for kernel in record.kernels} or len(by_name) != len(found.kernels):
+        raise wrong(f"kernels {sorted(kernel.symbol for kernel in found.kernels)}")
+    entries = []
+    for expected in record.kernels:
+        kernel = by_name[expected.name]
+        sizes = [size for _, size in kernel.parameters]
+        if sizes != [PARAMETER_BYTES[parameter.type] for parameter in expected.parameters]:
+            raise wrong(f"kernel {expected.name} with parameters of {sizes} bytes")
+        if kernel.block not in (None, expected.block):
+            raise wrong(f"kernel {expected.name} for {kernel.block} threads, not {expected.block}")
+        entries.append(
+            {
+                "name": expected.name,
+                "symbol": kernel.symbol,
+                "registers": kernel.registers,
+                "stack_bytes": kernel.stack_bytes,
+                "spill_store_bytes": kernel.spill_store_bytes,
+                "spill_load_bytes": kernel.spill_load_bytes,
+                "static_shared_bytes": kernel.static_shared_bytes,
+                "dynamic_shared_bytes": expected.shared_bytes,
+                "parameters": [list(parameter) for parameter in kernel.parameters],
+            }
+        )
+    return entries
+
+
+def _stage_of(symbol: str) -> str:
+    """The record's name of a kernel from its symbol, ``dsa_<name>_<number>``."""
+    return symbol.removeprefix("dsa_").rpartition("_")[0]

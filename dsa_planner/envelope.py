@@ -1,0 +1,278 @@
+"""The support envelope as data: which plans exist, and which launches a plan takes.
+
+One table, ``ENVELOPE``, read by all: PlanConfig, the CLI, the run side and the documentation
+(docs/support-envelope.md is generated from it). A request is checked once, here, and is served exactly or refused;
+nothing is rounded, converted or replaced. A refusal names the value, the rule and the nearest supported choice.
+
+Standard library only: the run side checks against the same table without pydantic.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dsa_planner.errors import UnsupportedError
+
+__all__ = [
+    "ARCHES",
+    "DEFAULTS",
+    "ENVELOPE",
+    "PLAN_FIELDS",
+    "Arch",
+    "Support",
+    "arches",
+    "backends",
+    "check_scalars",
+    "plan_config",
+    "refusal",
+    "require_built",
+    "rows_for",
+    "rows_for_capability",
+    "support_of",
+]
+
+INT32_MAX = 2**31 - 1
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A compilation target and the devices that run it, as (major, minor) compute capabilities."""
+
+    name: str
+    capabilities: tuple[tuple[int, int], ...]
+    sm: int
+    suffix: str
+    """"a" for an exact target, "f" for a family target."""
+
+
+ARCHES = {
+    arch.name: arch
+    for arch in (
+        Arch("sm_90a", ((9, 0),), 90, "a"),
+        Arch("sm_100f", ((10, 0), (10, 3)), 100, "f"),
+        Arch("sm_100a", ((10, 0),), 100, "a"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """One row of the envelope: what one backend takes on one arch.
+
+    ``kernel`` names the entry of ``dsa_planner.kernels``; None means that this version names the row and cannot build
+    it yet. ``preferred`` rows are what a request without an arch means; the others are built only when named.
+    """
+
+    backend: str
+    arch: str
+    kernel: str | None
+    heads: tuple[int, ...]
+    d_weights: tuple[str, ...]
+    deterministic: tuple[bool, ...] = (False,)
+    operator: str = "indexer_backward"
+    head_dim: tuple[int, ...] = (128,)
+    topk: range = field(default_factory=lambda: range(128, 2048 + 1, 128))
+    d_index_q: tuple[str, ...] = ("bf16",)
+    d_index_k: tuple[str, ...] = ("bf16", "fp32")
+    block_I: tuple[int, ...] = (128,)
+    preferred: bool = True
+
+    @property
+    def capabilities(self) -> tuple[tuple[int, int], ...]:
+        return ARCHES[self.arch].capabilities
+
+
+_BOTH = ("bf16", "fp32")
+_EITHER = (False, True)
+
+ENVELOPE: tuple[Support, ...] = (
+    Support("default", "sm_90a", "indexer_backward_default_sm90", heads=(64,), d_weights=("bf16",)),
+    Support("default", "sm_100f", None, heads=(64, 32), d_weights=("bf16",)),
+    Support("default", "sm_100a", None, heads=(64, 32), d_weights=("bf16",), preferred=False),
+    Support("sm100_v2", "sm_100f", None, heads=(64,), d_weights=_BOTH, deterministic=_EITHER),
+    Support("sm100_v2", "sm_100a", None, heads=(64,), d_weights=_BOTH, deterministic=_EITHER, preferred=False),
+    Support("sm90_v2", "sm_90a", None, heads=(64,), d_weights=_BOTH, deterministic=_EITHER),
+)
+
+PLAN_FIELDS = ("operator", "backend", "arch", "heads", "head_dim", "topk", "d_weights", "deterministic")
+DEFAULTS: Mapping[str, Any] = {
+    "operator": "indexer_backward",
+    "backend": "default",
+    "heads": 64,
+    "head_dim": 128,
+    "d_weights": "bf16",
+    "deterministic": False,
+}
+
+
+def backends() -> tuple[str, ...]:
+    """The backends that the envelope names, in table order."""
+    return tuple(dict.fromkeys(row.backend for row in ENVELOPE))
+
+
+def arches(backend: str, every: bool = False) -> tuple[str, ...]:
+    """The arches of a backend: the preferred ones, or ``every`` one."""
+    return tuple(row.arch for row in ENVELOPE if row.backend == backend and (every or row.preferred))
+
+
+def rows_for(backend: str) -> tuple[Support, ...]:
+    """The rows of a backend.
+
+    Raises:
+        UnsupportedError: the envelope names no such backend.
+    """
+    if backend not in backends():
+        raise refusal("backend", backend, "it is not a backend", backends())
+    return tuple(row for row in ENVELOPE if row.backend == backend)
+
+
+def rows_for_capability(backend: str, capability: tuple[int, int]) -> tuple[Support, ...]:
+    """The rows of a backend that a device of this compute capability can run; may be empty."""
+    return tuple(row for row in rows_for(backend) if capability in row.capabilities)
+
+
+def plan_config(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The complete plan config that a request means: defaults filled in, every field checked, in field order.
+
+    Raises:
+        UnsupportedError: an unknown field, or a value outside the envelope.
+    """
+    for name in request:
+        if name not in PLAN_FIELDS:
+            raise refusal("field", name, "a plan config has no such field", PLAN_FIELDS)
+    config = {**DEFAULTS, **request}
+    for name in ("arch", "topk"):
+        if name not in config:
+            raise UnsupportedError(f"plan config without {name}", f"{name} has no default", f"give {name}")
+    _check_types(config)
+    row = support_of(config)
+    for name in ("heads", "head_dim", "topk", "d_weights", "deterministic"):
+        _check_value(name, config[name], getattr(row, name), row)
+    return {name: config[name] for name in PLAN_FIELDS}
+
+
+def support_of(config: Mapping[str, Any]) -> Support:
+    """The row for a config's operator, backend and arch.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    operators = tuple(dict.fromkeys(row.operator for row in ENVELOPE))
+    if config["operator"] not in operators:
+        raise refusal("operator", config["operator"], "it is not an operator", operators)
+    rows = rows_for(config["backend"])
+    if config["arch"] not in ARCHES:
+        raise refusal("arch", config["arch"], "it is not an arch", tuple(ARCHES))
+    for row in rows:
+        if row.arch == config["arch"]:
+            return row
+    raise refusal(
+        "arch",
+        config["arch"],
+        f"backend {config['backend']} is not built for it",
+        arches(config["backend"], every=True),
+    )
+
+
+def require_built(row: Support) -> str:
+    """The kernel of a row.
+
+    Raises:
+        UnsupportedError: this version does not build it yet.
+    """
+    if row.kernel is None:
+        built = [f"{other.backend} for {other.arch}" for other in ENVELOPE if other.kernel is not None]
+        raise UnsupportedError(
+            f"backend {row.backend} for {row.arch}",
+            "the envelope names it, and this version does not build it yet",
+            f"use {' or '.join(built)}",
+        )
+    return row.kernel
+
+
+def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int) -> None:
+    """Check the scalar arguments of a launch.
+
+    Raises:
+        UnsupportedError: sm_scale is not a positive finite number, loss_coeff not a finite one, or block_I not
+        supported.
+    """
+    floats = type(sm_scale) is type(loss_coeff) is float
+    if floats and 0.0 < sm_scale < INF and -INF < loss_coeff < INF and block_I in row.block_I:
+        return
+    for name, value in (("sm_scale", sm_scale), ("loss_coeff", loss_coeff)):
+        if type(value) not in (float, int):
+            raise UnsupportedError(f"{name}={value!r}", f"{name} must be a Python number", f"pass float({name})")
+    if not 0.0 < sm_scale < INF:
+        raise UnsupportedError(f"sm_scale={sm_scale!r}", "sm_scale must be positive and finite", "use for example 1.0")
+    if not float("-inf") < loss_coeff < INF:
+        raise UnsupportedError(f"loss_coeff={loss_coeff!r}", "loss_coeff must be finite", "use for example 1.0")
+    _check_value("block_I", block_I, row.block_I, row)
+
+
+def describe(allowed: Iterable[Any]) -> str:
+    """A set of allowed values in words."""
+    if isinstance(allowed, range):
+        return f"a multiple of {allowed.step} from {allowed.start} to {allowed[-1]}"
+    values = [str(value).lower() if isinstance(value, bool) else str(value) for value in allowed]
+    return values[0] if len(values) == 1 else ", ".join(values[:-1]) + " or " + values[-1]
+
+
+def nearest(value: Any, allowed: Iterable[Any]) -> Any:
+    """The allowed value closest to ``value``: by distance for numbers, by spelling for strings."""
+    choices = list(allowed)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and all(type(c) is int for c in choices):
+        return min(choices, key=lambda choice: (abs(choice - value), -choice))
+    return next(iter(difflib.get_close_matches(str(value), [str(c) for c in choices], 1, 0.0)), choices[0])
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    for name, value in config.items():
+        expected = (
+            int if name in ("heads", "head_dim", "topk") else bool if name == "deterministic" else str
+        )  # fmt: skip
+        if type(value) is not expected:
+            kind = {int: "an integer", bool: "true or false", str: "a string"}[expected]
+            raise UnsupportedError(f"{name}={value!r}", f"{name} must be {kind}", f"give {name} as {kind}")
+
+
+def _check_value(name: str, value: Any, allowed: Any, row: Support) -> None:
+    if value not in allowed:
+        raise refusal(name, value, f"backend {row.backend} for {row.arch} takes {name} {describe(allowed)}", allowed)
+
+
+def refusal(name: str, value: Any, rule: str, allowed: Iterable[Any]) -> UnsupportedError:
+    """The error for a value outside a set of allowed ones, naming the nearest."""
+    choices = tuple(allowed)
+    best = nearest(value, choices)
+    others = "" if isinstance(allowed, range) or len(choices) < 2 else f" (there are {describe(choices)})"
+    return UnsupportedError(
+        f"{name}={value!r}" if name != "field" else f"field {value!r}", rule, f"nearest is {best}{others}"
+    )
+
+
+def table() -> list[dict[str, str]]:
+    """The envelope as rows of text, for the CLI and the documentation."""
+    rows = []
+    for row in ENVELOPE:
+        cells = {"operator": row.operator, "backend": row.backend, "arch": row.arch}
+        cells["capability"] = ", ".join(f"{major}.{minor}" for major, minor in row.capabilities)
+        for item in fields(row):
+            if item.name in (
+                "heads",
+                "head_dim",
+                "topk",
+                "d_index_q",
+                "d_weights",
+                "d_index_k",
+                "deterministic",
+                "block_I",
+            ):
+                cells[item.name] = describe(getattr(row, item.name))
+        cells["status"] = "built" if row.kernel else "not built yet"
+        rows.append(cells)
+    return rows

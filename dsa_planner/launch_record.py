@@ -1,0 +1,236 @@
+"""The launch record: how the kernels of a plan are launched, as data.
+
+A record is JSON. It is part of a plan's identity, so its digest is the ABI between a cubin and the runtime; no version
+number is kept by hand. It has
+
+* ``kernels``, in launch order: ``name``; ``grid`` (CTAs, an expression), ``block`` (threads) and ``shared_bytes``
+  (dynamic shared memory); ``parameters``, in the kernel's order; optionally ``when``, the call that it is launched for;
+* ``buffers``: scratch of a launch: ``name``, ``bytes`` (an expression), optionally ``when`` it is needed, and ``else``,
+  the tensor that stands in for it when not.
+
+Parameter types: ``pointer`` (the tensor or buffer of that name), ``int32`` and ``float32`` (the launch value of that
+name) and ``tensor_map`` (a CUtensorMap over the tensor of that name: ``element`` dtype, ``extents`` innermost first,
+``box``, ``swizzle_bytes``; the tensor is contiguous).
+
+Expressions are integers, launch values, ``+ * //``, ``min``, ``max`` and ``ceil_div``, nothing else. They are compiled
+once, when a plan is loaded. A grid of 0 means that the kernel has nothing to do.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "LAUNCH_VALUES",
+    "PARAMETER_BYTES",
+    "Buffer",
+    "KernelLaunch",
+    "LaunchRecord",
+    "Parameter",
+    "TensorMap",
+    "compile_expression",
+]
+
+TENSORS = (
+    "index_q", "weights", "index_k", "attn_score", "index_score", "topk_indices", "grad_loss", "d_index_q", "d_weights",
+    "d_index_k",
+)  # fmt: skip
+"""The tensors of ``indexer_backward``, in argument order."""
+
+LAUNCH_VALUES: Mapping[str, str] = {
+    "rows": "batch * S_q, the number of queries",
+    "keys": "batch * S_k",
+    "s_q": "queries of a batch element",
+    "heads": "H",
+    "head_dim": "D",
+    "topk": "slots of a row",
+    "multiprocessors": "SMs of the device",
+    "id_limit": "first invalid id: S_k for local ids, keys for global ones",
+    "id_offset": "added to a valid id for each batch element: S_k for local ids, 0 for global ones",
+    "sm_scale": "the softmax scale",
+    "loss_scale": "loss_coeff / rows",
+}
+_FLOATS = frozenset({"sm_scale", "loss_scale"})
+PARAMETER_BYTES = {"pointer": 8, "int32": 4, "float32": 4, "tensor_map": 128}
+
+Expression = Callable[[Mapping[str, int]], int]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """The shape of a CUtensorMap: extents are expressions, innermost first."""
+
+    element: str
+    extents: tuple[Expression, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One kernel parameter."""
+
+    name: str
+    type: str
+    tensor_map: TensorMap | None = None
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel of a plan and how it is launched."""
+
+    name: str
+    grid: Expression
+    block: int
+    shared_bytes: int
+    parameters: tuple[Parameter, ...]
+    when: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Scratch memory of one launch. Where ``when`` does not hold, the tensor ``otherwise`` stands in for it."""
+
+    name: str
+    bytes: Expression
+    when: Mapping[str, str]
+    otherwise: str | None
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """A launch record, checked and with its expressions compiled."""
+
+    kernels: tuple[KernelLaunch, ...]
+    buffers: tuple[Buffer, ...]
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> LaunchRecord:
+        """Check a record and compile its expressions.
+
+        Raises:
+            ValueError: it is malformed; the message names the place.
+        """
+        _keys(data, "launch record", {"kernels", "buffers"})
+        buffers = tuple(_buffer(entry) for entry in data["buffers"])
+        names = {*TENSORS, *(buffer.name for buffer in buffers)}
+        return cls(tuple(_kernel(entry, names) for entry in data["kernels"]), buffers)
+
+
+def compile_expression(text: str) -> Expression:
+    """Compile an expression over the launch values.
+
+    Raises:
+        ValueError: it is not of the language; nothing of it was run.
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"expression {text!r}: {error.msg}") from None
+    _check_expression(tree.body, text)
+    lambda_tree = ast.Expression(
+        ast.Lambda(
+            ast.arguments(posonlyargs=[], args=[ast.arg("values")], kwonlyargs=[], kw_defaults=[], defaults=[]),
+            _Subscripts().visit(tree.body),
+        )
+    )
+    code = compile(ast.fix_missing_locations(lambda_tree), f"<{text}>", "eval")
+    function: Expression = eval(code, {"__builtins__": {}, "min": min, "max": max, "ceil_div": _ceil_div})
+    return function
+
+
+def holds(when: Mapping[str, str], call: Mapping[str, str]) -> bool:
+    """Whether a condition holds for a call, described for example as {"d_index_k": "bf16"}."""
+    return all(call[name] == value for name, value in when.items())
+
+
+class _Subscripts(ast.NodeTransformer):
+    """Names of launch values become lookups in the lambda's argument."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in LAUNCH_VALUES:
+            return node
+        return ast.Subscript(ast.Name("values", ast.Load()), ast.Constant(node.id), ast.Load())
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _check_expression(node: ast.AST, text: str) -> None:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return
+    if isinstance(node, ast.Name) and node.id in LAUNCH_VALUES and node.id not in _FLOATS:
+        return
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult, ast.FloorDiv)):
+        _check_expression(node.left, text)
+        _check_expression(node.right, text)
+        return
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("min", "max", "ceil_div")
+        and len(node.args) == 2
+        and not node.keywords
+    ):
+        for argument in node.args:
+            _check_expression(argument, text)
+        return
+    raise ValueError(f"expression {text!r}: {ast.unparse(node)!r} is not part of the language")
+
+
+def _kernel(entry: Any, names: set[str]) -> KernelLaunch:
+    _keys(entry, "kernel", {"name", "grid", "block", "shared_bytes", "parameters"}, {"when"})
+    for key in ("block", "shared_bytes"):
+        if type(entry[key]) is not int or entry[key] < 0:
+            raise ValueError(f"kernel {entry['name']}: {key} is {entry[key]!r}, not a size")
+    return KernelLaunch(
+        name=str(entry["name"]),
+        grid=compile_expression(entry["grid"]),
+        block=entry["block"],
+        shared_bytes=entry["shared_bytes"],
+        parameters=tuple(_parameter(parameter, names) for parameter in entry["parameters"]),
+        when=dict(entry.get("when", {})),
+    )
+
+
+def _parameter(entry: Any, names: set[str]) -> Parameter:
+    _keys(entry, "parameter", {"name", "type"}, {"element", "extents", "box", "swizzle_bytes"})
+    name, type_ = entry["name"], entry["type"]
+    if type_ not in PARAMETER_BYTES:
+        raise ValueError(f"parameter {name}: type {type_!r} is none of {sorted(PARAMETER_BYTES)}")
+    known = (
+        names if type_ in ("pointer", "tensor_map") else _FLOATS if type_ == "float32" else set(LAUNCH_VALUES) - _FLOATS
+    )
+    if name not in known:
+        raise ValueError(f"parameter {name}: there is no {type_} of that name")
+    if type_ != "tensor_map":
+        return Parameter(name, type_)
+    extents, box = entry["extents"], entry["box"]
+    if len(extents) != len(box):
+        raise ValueError(f"parameter {name}: {len(extents)} extents and a box of {len(box)}")
+    tensor_map = TensorMap(
+        entry["element"], tuple(compile_expression(extent) for extent in extents), tuple(box), entry["swizzle_bytes"]
+    )
+    return Parameter(name, type_, tensor_map)
+
+
+def _buffer(entry: Any) -> Buffer:
+    _keys(entry, "buffer", {"name", "bytes"}, {"when", "else"})
+    otherwise = entry.get("else")
+    if otherwise is not None and otherwise not in TENSORS:
+        raise ValueError(f"buffer {entry['name']}: there is no tensor {otherwise!r}")
+    return Buffer(entry["name"], compile_expression(entry["bytes"]), dict(entry.get("when", {})), otherwise)
+
+
+def _keys(entry: Any, what: str, required: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{what} is {entry!r}, not an object")
+    missing, unknown = required - set(entry), set(entry) - required - optional
+    if missing or unknown:
+        raise ValueError(f"{what} {entry.get('name', '')}: missing {sorted(missing)}, unknown {sorted(unknown)}")

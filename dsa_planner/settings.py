@@ -1,0 +1,82 @@
+"""Settings from the environment. Standard library only; read when asked, never at import.
+
+===================== =============================== ================================================================
+variable              default                         meaning
+===================== =============================== ================================================================
+DSA_PLAN_PATH         empty                           read-only layers, searched in this order, separated as in PATH
+DSA_PLAN_CACHE_DIR    ~/.cache/dsa-planner            the writable layer, searched last; "none" for no writable layer
+DSA_PLAN_CACHE_BYTES  1073741824 (1 GiB)              limit of the writable layer's plan files, in bytes
+===================== =============================== ================================================================
+
+The default follows XDG_CACHE_HOME where that is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsa_planner.errors import CacheError, UnsupportedError
+
+__all__ = ["DEFAULT_CACHE_BYTES", "Settings", "default_cache_dir"]
+
+DEFAULT_CACHE_BYTES = 1 << 30
+_FOLDER = "dsa-planner"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where plans are looked for and kept."""
+
+    read_only: tuple[Path, ...]
+    cache_dir: Path | None
+    """The writable layer, or None for none."""
+    cache_bytes: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        """Read the variables.
+
+        Raises:
+            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer.
+        """
+        env = os.environ if environment is None else environment
+        read_only = tuple(Path(entry) for entry in env.get("DSA_PLAN_PATH", "").split(os.pathsep) if entry)
+        chosen = env.get("DSA_PLAN_CACHE_DIR", "")
+        named = Path(chosen) if chosen else default_cache_dir(env)
+        cache_dir = None if chosen.lower() == "none" else named
+        limit = env.get("DSA_PLAN_CACHE_BYTES", "") or str(DEFAULT_CACHE_BYTES)
+        if not limit.isascii() or not limit.isdigit() or int(limit) == 0:
+            raise UnsupportedError(
+                f"DSA_PLAN_CACHE_BYTES={limit!r}",
+                "it is a number of bytes, a positive integer",
+                "use for example 1073741824",
+            )
+        return cls(read_only, cache_dir, int(limit))
+
+    def require_cache_dir(self) -> Path:
+        """The writable layer, for those who must write.
+
+        Raises:
+            CacheError: there is none.
+        """
+        if self.cache_dir is None:
+            raise CacheError(
+                "no writable layer",
+                "DSA_PLAN_CACHE_DIR is 'none', or no home folder could be found",
+                "set DSA_PLAN_CACHE_DIR to a folder",
+            )
+        return self.cache_dir
+
+
+def default_cache_dir(environment: Mapping[str, str]) -> Path | None:
+    """The user's cache folder for this package; None where no home folder is known (HOME unset, unknown user)."""
+    base = environment.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / _FOLDER
+    home = environment.get("HOME", "") or os.path.expanduser("~")
+    if not os.path.isabs(home):
+        return None
+    return Path(home) / ".cache" / _FOLDER

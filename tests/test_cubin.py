@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from dsa_planner import cubin, envelope
+from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.compiler import compile_plan
+from dsa_planner.cubin import CubinError, CubinKernel
+
+
+def tool(name: str) -> str:
+    """A CUDA binary utility: from the package nvidia-cuda-<name>, or installed."""
+    packaged = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / name
+    found = str(packaged) if packaged.exists() else shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (pip install nvidia-cuda-{name})")
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(compiled: PlanFile) -> dict[str, CubinKernel]:
+    return {kernel.symbol: kernel for kernel in cubin.inspect(compiled.cubin).kernels}
+
+
+def test_target_and_kernels(compiled: PlanFile, kernels: dict[str, CubinKernel]) -> None:
+    found = cubin.inspect(compiled.cubin)
+    assert (found.sm, found.accelerated) == (90, True)
+    assert sorted(kernels) == ["dsa_gradients_1", "dsa_round_d_index_k_2", "dsa_score_grad_0"]
+
+
+def test_resources_are_those_that_cuobjdump_prints(
+    compiled: PlanFile, kernels: dict[str, CubinKernel], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.cubin"
+    path.write_bytes(compiled.cubin)
+    out = subprocess.run(
+        [tool("cuobjdump"), "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True
+    )
+    rows = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", out.stdout + out.stderr)
+    assert len(rows) == len(kernels)
+    for symbol, *numbers in rows:
+        kernel = kernels[symbol]
+        assert [kernel.registers, kernel.stack_bytes, kernel.static_shared_bytes, 0] == [int(n) for n in numbers]
+
+
+def test_parameters_follow_the_signature(kernels: dict[str, CubinKernel]) -> None:
+    assert [size for _, size in kernels["dsa_score_grad_0"].parameters] == [8, 8, 8, 8, 4, 4, 4]
+    gradients = kernels["dsa_gradients_1"].parameters
+    assert [size for _, size in gradients] == [128, *[8] * 7, *[4] * 5]
+    offsets = [offset for offset, _ in gradients]
+    assert offsets == sorted(offsets)
+    assert kernels["dsa_gradients_1"].block == 384
+
+
+def test_nothing_spills(kernels: dict[str, CubinKernel]) -> None:
+    for kernel in kernels.values():
+        assert (kernel.stack_bytes, kernel.spill_store_bytes, kernel.spill_load_bytes) == (0, 0, 0), kernel.symbol
+
+
+def test_spills_are_counted_as_ptxas_counts_them(tmp_path: Path) -> None:
+    """Stage 1 of a topk that needs 194 registers, assembled for 40: ptxas says how much it spills."""
+    plan = compile_plan(envelope.plan_config({"arch": "sm_90a", "topk": 2048})).plan
+    head, *entries = re.split(r"(?=\.visible \.entry )", plan.sections["ptx"].decode())
+    entry = next(entry for entry in entries if "dsa_score_grad" in entry.partition("(")[0])
+    few, count = re.subn(r"\.reqntid 256, 1, 1", ".reqntid 256, 1, 1\n.minnctapersm 6", entry)
+    assert count == 1
+    (tmp_path / "few.ptx").write_text(head + few)
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("ptxas is not installed (it is part of the CUDA toolkit)")
+    out = subprocess.run(
+        [ptxas, "-v", "-arch=sm_90a", str(tmp_path / "few.ptx"), "-o", str(tmp_path / "few.cubin")],
+        capture_output=True,
+        text=True,
+    )
+    if out.returncode != 0:
+        pytest.skip(f"this ptxas does not assemble the plan's PTX: {out.stderr.splitlines()[0]}")
+    printed = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", out.stderr)
+    assert printed
+    (kernel,) = cubin.inspect((tmp_path / "few.cubin").read_bytes()).kernels
+    numbers = [kernel.stack_bytes, kernel.spill_store_bytes, kernel.spill_load_bytes]
+    assert numbers == [int(number) for number in printed.groups()]
+    assert kernel.spill_store_bytes > 0
+
+
+def test_what_is_no_cubin_is_refused(compiled: PlanFile) -> None:
+    for data in (b"", b"\x7fELF", b"#!/bin/sh\n", Path("/bin/true").read_bytes(), compiled.cubin[:5000]):
+        with pytest.raises(CubinError):
+            cubin.inspect(data)
+
+
+def test_damaged_cubins_are_refused_or_read_and_never_crash(compiled: PlanFile) -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        data = bytearray(compiled.cubin)
+        for _ in range(draw.randint(1, 8)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        with contextlib.suppress(CubinError):
+            cubin.inspect(bytes(data))

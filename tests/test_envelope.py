@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+
+from dsa_planner import envelope
+from dsa_planner.errors import UnsupportedError
+from dsa_planner.kernels import catalogue
+
+GOOD = {"arch": "sm_90a", "topk": 1024}
+
+
+def refused(request: dict[str, object]) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        envelope.plan_config(request)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_defaults_are_filled_in_and_fields_ordered() -> None:
+    assert envelope.plan_config(GOOD) == {
+        "operator": "indexer_backward",
+        "backend": "default",
+        "arch": "sm_90a",
+        "heads": 64,
+        "head_dim": 128,
+        "topk": 1024,
+        "d_weights": "bf16",
+        "deterministic": False,
+    }
+    assert tuple(envelope.plan_config(dict(reversed(GOOD.items())))) == envelope.PLAN_FIELDS
+
+
+@pytest.mark.parametrize("topk", range(128, 2049, 128))
+def test_every_multiple_of_128_up_to_2048_is_supported(topk: int) -> None:
+    for row in envelope.ENVELOPE:
+        assert envelope.plan_config({"backend": row.backend, "arch": row.arch, "topk": topk})["topk"] == topk
+
+
+@pytest.mark.parametrize(
+    ("topk", "nearest"), [(1000, 1024), (0, 128), (64, 128), (4096, 2048), (-5, 128), (1088, 1152)]
+)
+def test_a_wrong_topk_names_value_rule_and_nearest(topk: int, nearest: int) -> None:
+    assert refused({**GOOD, "topk": topk}) == (
+        f"topk={topk}: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is {nearest}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "sm100v2"}, "backend='sm100v2': it is not a backend; nearest is sm100_v2 (there are default, "),
+        (
+            {"arch": "sm_80"},
+            "arch='sm_80': it is not an arch; nearest is sm_90a (there are sm_90a, sm_100f or sm_100a)",
+        ),
+        ({"backend": "sm100_v2"}, "arch='sm_90a': backend sm100_v2 is not built for it; nearest is sm_100"),
+        (
+            {"backend": "sm90_v2", "arch": "sm_100f"},
+            "arch='sm_100f': backend sm90_v2 is not built for it; nearest is sm_90a",
+        ),
+        ({"heads": 32}, "heads=32: backend default for sm_90a takes heads 64; nearest is 64"),
+        ({"head_dim": 64}, "head_dim=64: backend default for sm_90a takes head_dim 128; nearest is 128"),
+        ({"d_weights": "fp16"}, "d_weights='fp16': backend default for sm_90a takes d_weights bf16; nearest is bf16"),
+        ({"d_weights": "fp32"}, "d_weights='fp32': backend default for sm_90a takes d_weights bf16; nearest is bf16"),
+        (
+            {"deterministic": True},
+            "deterministic=True: backend default for sm_90a takes deterministic false; nearest is ",
+        ),
+        ({"operator": "indexer"}, "operator='indexer': it is not an operator; nearest is indexer_backward"),
+        ({"top_k": 128}, "field 'top_k': a plan config has no such field; nearest is topk"),
+        ({"topk": "128"}, "topk='128': topk must be an integer; give topk as an integer"),
+        ({"topk": True}, "topk=True: topk must be an integer; give topk as an integer"),
+        ({"topk": 128.0}, "topk=128.0: topk must be an integer"),
+        ({"deterministic": 1}, "deterministic=1: deterministic must be true or false"),
+        ({"backend": None}, "backend=None: backend must be a string"),
+        ({"arch": ["sm_90a"]}, "arch=['sm_90a']: arch must be a string"),
+    ],
+)
+def test_every_other_field_is_refused_in_the_same_way(change: dict[str, object], message: str) -> None:
+    assert refused({**GOOD, **change}).startswith(message)
+
+
+@pytest.mark.parametrize("missing", ["arch", "topk"])
+def test_what_has_no_default_is_asked_for(missing: str) -> None:
+    request = {name: value for name, value in GOOD.items() if name != missing}
+    assert refused(request) == f"plan config without {missing}: {missing} has no default; give {missing}"
+
+
+@pytest.mark.parametrize(
+    ("scalars", "message"),
+    [
+        ((0.0, 1.0, 128), "sm_scale=0.0: sm_scale must be positive and finite; use for example 1.0"),
+        ((-1.0, 1.0, 128), "sm_scale=-1.0: sm_scale must be positive and finite"),
+        ((float("nan"), 1.0, 128), "sm_scale=nan: sm_scale must be positive and finite"),
+        ((float("inf"), 1.0, 128), "sm_scale=inf: sm_scale must be positive and finite"),
+        ((1.0, float("nan"), 128), "loss_coeff=nan: loss_coeff must be finite"),
+        ((1.0, float("-inf"), 128), "loss_coeff=-inf: loss_coeff must be finite"),
+        (("1", 1.0, 128), "sm_scale='1': sm_scale must be a Python number; pass float(sm_scale)"),
+        ((1.0, 1.0, 64), "block_I=64: backend default for sm_90a takes block_I 128; nearest is 128"),
+    ],
+)
+def test_scalars_of_a_launch(scalars: tuple[float, float, int], message: str) -> None:
+    with pytest.raises(UnsupportedError) as error:
+        envelope.check_scalars(envelope.ENVELOPE[0], *scalars)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("scalars", [(1.0, 1.0, 128), (1, 0, 128), (1e-30, -3.5, 128)])
+def test_good_scalars_pass(scalars: tuple[float, float, int]) -> None:
+    envelope.check_scalars(envelope.ENVELOPE[0], *scalars)
+
+
+def test_the_table_names_what_is_not_built_yet_and_refuses_it_with_a_way_out() -> None:
+    rows = {(row.backend, row.arch): row for row in envelope.ENVELOPE}
+    assert rows["default", "sm_90a"].kernel
+    assert {"sm100_v2", "sm90_v2", "default"} == set(envelope.backends())
+    assert ("sm100_v2", "sm_100f") in rows
+    assert ("default", "sm_100f") in rows
+    for row in envelope.ENVELOPE:
+        if row.kernel is None:
+            with pytest.raises(UnsupportedError, match=f"backend {row.backend} for {row.arch}: the envelope names it"):
+                envelope.require_built(row)
+
+
+def test_rows_are_unique_and_their_kernels_exist() -> None:
+    assert len({(row.operator, row.backend, row.arch) for row in envelope.ENVELOPE}) == len(envelope.ENVELOPE)
+    for row in envelope.ENVELOPE:
+        assert row.arch in envelope.ARCHES
+        if row.kernel is not None:
+            assert catalogue.load(row.kernel).sources
+
+
+def test_devices_are_admitted_by_capability() -> None:
+    def arches(backend: str, capability: tuple[int, int]) -> list[str]:
+        return [row.arch for row in envelope.rows_for_capability(backend, capability)]
+
+    assert arches("default", (9, 0)) == ["sm_90a"]
+    assert arches("default", (10, 0)) == ["sm_100f", "sm_100a"]
+    assert arches("sm100_v2", (10, 3)) == ["sm_100f"]
+    assert arches("sm100_v2", (9, 0)) == []
+    assert arches("default", (8, 0)) == []

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from dsa_planner.kernels import catalogue
+from dsa_planner.launch_record import LAUNCH_VALUES, TENSORS, LaunchRecord, compile_expression, holds
+
+VALUES = {name: number for number, name in enumerate(LAUNCH_VALUES, start=2)}
+RECORD = catalogue.load("indexer_backward_default_sm90").launch
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7", lambda v: 7),
+        ("rows", lambda v: v["rows"]),
+        ("rows * heads + 1", lambda v: v["rows"] * v["heads"] + 1),
+        ("(rows + keys) // 2", lambda v: (v["rows"] + v["keys"]) // 2),
+        ("ceil_div(rows, 2)", lambda v: -(-v["rows"] // 2)),
+        ("min(multiprocessors, max(rows, 1))", lambda v: min(v["multiprocessors"], max(v["rows"], 1))),
+    ],
+)
+def test_expressions_compute(text: str, expected: Any) -> None:
+    for rows in (0, 1, 7, 2**31):
+        values = {**VALUES, "rows": rows}
+        assert compile_expression(text)(values) == expected(values)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "rows +", "unknown", "rows.real", "rows[0]", "__import__('os')", "min(rows)", "min(rows, 1, 2)", "print(rows, 1)",
+        "rows - 1", "rows / 2", "rows ** 2", "-rows", "1.5", "'a'", "True", "lambda: 1", "min(rows, key=1)", "rows; keys",
+        "sm_scale", "values", "ceil_div", "(rows, keys)", "rows if keys else 1", "min(*rows)", "f'{rows}'", "rows := 1",
+    ],
+)  # fmt: skip
+def test_nothing_outside_the_language_compiles(text: str) -> None:
+    with pytest.raises(ValueError, match="expression"):
+        compile_expression(text)
+
+
+def test_the_shipped_record_parses() -> None:
+    record = LaunchRecord.parse(RECORD)
+    assert [kernel.name for kernel in record.kernels] == ["score_grad", "gradients", "round_d_index_k"]
+    assert [holds(kernel.when, {"d_index_k": "fp32"}) for kernel in record.kernels] == [True, True, False]
+    assert all(holds(kernel.when, {"d_index_k": "bf16"}) for kernel in record.kernels)
+    assert record.buffers[0].otherwise == "d_index_k"
+
+
+def grids(**changes: int) -> list[int]:
+    values = {"rows": 8192, "keys": 4096, "heads": 64, "head_dim": 128, "multiprocessors": 132, **changes}
+    return [kernel.grid(values) for kernel in LaunchRecord.parse(RECORD).kernels]
+
+
+def test_grids_of_the_shipped_record() -> None:
+    assert grids() == [1024, 132, 256]
+    assert grids(rows=1) == [64, 1, 256]
+    assert grids(rows=7, keys=1) == [1, 4, 1]
+    assert grids(rows=7, multiprocessors=78, keys=10**6) == [624, 4, 624]
+    assert grids(rows=0) == [64, 0, 256], "nothing to compute, but d_index_k must be zeroed"
+    assert grids(rows=100, keys=0) == [13, 50, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.pop("buffers"), "missing"),
+        (lambda r: r.update(more=1), "unknown"),
+        (lambda r: r["kernels"][0].pop("grid"), "missing"),
+        (lambda r: r["kernels"][0].update(colour=1), "unknown"),
+        (lambda r: r["kernels"][0].update(block=-1), "block"),
+        (lambda r: r["kernels"][0].update(block=True), "block"),
+        (lambda r: r["kernels"][0].update(shared_bytes="x"), "shared_bytes"),
+        (lambda r: r["kernels"][0].update(grid="rows("), "expression"),
+        (lambda r: r["kernels"][0]["parameters"][0].update(type="int64"), "none of"),
+        (lambda r: r["kernels"][0]["parameters"][0].update(name="sm_scale"), "no pointer of that name"),
+        (lambda r: r["kernels"][0]["parameters"][4].update(name="rows"), "no float32 of that name"),
+        (lambda r: r["kernels"][0]["parameters"][5].update(name="loss_scale"), "no int32 of that name"),
+        (lambda r: r["kernels"][1]["parameters"][0].update(box=[64]), "2 extents and a box of 1"),
+        (lambda r: r["kernels"][1]["parameters"][0].update(extents=["head_dim", "x"]), "expression"),
+        (lambda r: r["buffers"][0].update({"else": "nothing"}), "no tensor"),
+        (lambda r: r["kernels"].append(7), "not an object"),
+    ],
+)
+def test_a_malformed_record_is_refused(change: Any, message: str) -> None:
+    record = copy.deepcopy(dict(RECORD))
+    change(record)
+    with pytest.raises(ValueError, match=message):
+        LaunchRecord.parse(record)
+
+
+def test_every_pointer_of_the_contract_reaches_a_kernel() -> None:
+    names = {parameter.name for kernel in LaunchRecord.parse(RECORD).kernels for parameter in kernel.parameters}
+    assert set(TENSORS) <= names

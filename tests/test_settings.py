@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from dsa_planner import CacheError, UnsupportedError
+from dsa_planner.settings import Settings, default_cache_dir
+
+
+@pytest.mark.parametrize("xdg", [None, "", "relative", "/somewhere"])
+def test_the_default_writable_layer_is_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, xdg: str | None) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if xdg is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    expected = platformdirs.user_cache_dir("dsa-planner", appauthor=False)
+    assert Settings.from_environment().cache_dir == Path(expected)
+
+
+def test_variables_are_read() -> None:
+    settings = Settings.from_environment(
+        {"DSA_PLAN_PATH": "/a::/b c:", "DSA_PLAN_CACHE_DIR": "/w", "DSA_PLAN_CACHE_BYTES": "5000"}
+    )
+    assert settings == Settings((Path("/a"), Path("/b c")), Path("/w"), 5000)
+
+
+def test_none_means_no_writable_layer() -> None:
+    settings = Settings.from_environment({"DSA_PLAN_CACHE_DIR": "none"})
+    assert settings.cache_dir is None
+    with pytest.raises(CacheError, match="set DSA_PLAN_CACHE_DIR to a folder"):
+        settings.require_cache_dir()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1G", "1.5", "٣", " 5"])
+def test_a_limit_that_is_no_positive_integer_is_refused(value: str) -> None:
+    with pytest.raises(UnsupportedError, match="DSA_PLAN_CACHE_BYTES"):
+        Settings.from_environment({"DSA_PLAN_CACHE_BYTES": value})
+
+
+def test_home_unset_uses_the_password_file_and_an_unknown_user_has_no_default() -> None:
+    assert default_cache_dir({}) == Path(os.path.expanduser("~")) / ".cache" / "dsa-planner"
+    script = (
+        "import os; from dsa_planner.settings import Settings; os.setuid(54321);"
+        "print(Settings.from_environment({}).cache_dir)"
+    )
+    if os.geteuid() != 0:
+        pytest.skip("becoming a user that the password file does not know needs root")
+    out = subprocess.run([sys.executable, "-c", script], env={}, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "None"
