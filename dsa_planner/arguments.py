@@ -1,0 +1,291 @@
+"""Check the tensors of a launch against the contract, before anything runs.
+
+The check that runs on every call is one pass of comparisons that only answers yes or no. When it says no,
+``explain`` looks again, slowly, and raises the error that names the tensor, its value, the rule and the remedy. A
+launch with a wrong tensor therefore never touches attn_score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from dsa_planner.envelope import INT32_MAX, Support, describe
+from dsa_planner.errors import DeviceMismatchError, UnsupportedError
+from dsa_planner.launch_record import TENSORS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ArgumentCheck", "Tensors", "check_alignment", "check_overlap", "dtype_name"]
+
+_SHAPES: Mapping[str, tuple[str, ...]] = {
+    "index_q": ("B", "S_q", "H", "D"),
+    "weights": ("B", "S_q", "H"),
+    "index_k": ("B", "S_k", "D"),
+    "attn_score": ("B", "S_q", "topk"),
+    "index_score": ("B", "S_q", "topk"),
+    "topk_indices": ("B", "S_q", "topk"),
+    "grad_loss": ("1",),
+    "d_index_q": ("B", "S_q", "H", "D"),
+    "d_weights": ("B", "S_q", "H"),
+    "d_index_k": ("B", "S_k", "D"),
+}
+_INPUT_DTYPES = {
+    "index_q": ("bf16",),
+    "weights": ("bf16",),
+    "index_k": ("bf16",),
+    "attn_score": ("fp32",),
+    "index_score": ("fp32",),
+    "topk_indices": ("int32",),
+    "grad_loss": ("fp32",),
+}
+Tensors: TypeAlias = "Sequence[torch.Tensor]"
+"""The tensors of a launch, in the order of ``launch_record.TENSORS``."""
+_TORCH_NAMES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64"}
+ALIGNMENT = 16
+
+
+def dtype_name(dtype: Any) -> str:
+    """This project's name of a torch dtype: torch.bfloat16 -> "bf16"."""
+    plain = str(dtype).removeprefix("torch.")
+    return _TORCH_NAMES.get(plain, plain)
+
+
+class ArgumentCheck:
+    """The checks of one plan's launches.
+
+    Args:
+        row: the envelope row of the plan.
+        config: the plan's config.
+        device: the ordinal of its device.
+    """
+
+    def __init__(self, row: Support, config: Mapping[str, Any], device: int) -> None:
+        import torch
+
+        self.row = row
+        self.heads: int = config["heads"]
+        self.head_dim: int = config["head_dim"]
+        self.topk: int = config["topk"]
+        self.device = device
+        self.dtypes = {
+            **_INPUT_DTYPES,
+            "d_index_q": row.d_index_q,
+            "d_weights": (config["d_weights"],),
+            "d_index_k": row.d_index_k,
+        }
+        self._bf16, self._fp32, self._int32 = torch.bfloat16, torch.float32, torch.int32
+        self.uint8 = torch.uint8
+        by_name = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        self._d_weights = by_name[config["d_weights"]]
+        self.d_index_k_names = {by_name[name]: name for name in row.d_index_k}
+        """torch dtype -> this project's name, for the dtypes of d_index_k that the row takes."""
+
+    def inputs_ok(self, tensors: Tensors) -> bool:
+        """Whether the seven inputs keep the contract."""
+        index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss = tensors[:7]
+        try:
+            batch, s_q, heads, dims = index_q.shape
+            key_batch, s_k, key_dims = index_k.shape
+            scores = (batch, s_q, self.topk)
+            bf16, fp32, device = self._bf16, self._fp32, self.device
+            return (
+                heads == self.heads
+                and dims == key_dims == self.head_dim
+                and key_batch == batch
+                and batch * s_q * heads <= INT32_MAX
+                and batch * s_k <= INT32_MAX
+                and weights.shape == (batch, s_q, heads)
+                and attn_score.shape == scores
+                and index_score.shape == scores
+                and topk_indices.shape == scores
+                and grad_loss.numel() == 1
+                and index_q.dtype == weights.dtype == index_k.dtype == bf16
+                and attn_score.dtype == index_score.dtype == grad_loss.dtype == fp32
+                and topk_indices.dtype == self._int32
+                and index_q.get_device() == weights.get_device() == index_k.get_device() == device
+                and attn_score.get_device() == index_score.get_device() == device
+                and topk_indices.get_device() == grad_loss.get_device() == device
+                and index_q.is_contiguous()
+                and weights.is_contiguous()
+                and index_k.is_contiguous()
+                and attn_score.is_contiguous()
+                and index_score.is_contiguous()
+                and topk_indices.is_contiguous()
+            )
+        except (AttributeError, TypeError, ValueError):  # not a tensor, or of another rank: explain() says which
+            return False
+
+    def outputs_ok(self, tensors: Tensors) -> bool:
+        """Whether the three outputs fit inputs that have passed ``inputs_ok``."""
+        index_q, weights, index_k = tensors[:3]
+        d_index_q, d_weights, d_index_k = tensors[7:]
+        try:
+            device = self.device
+            return (
+                d_index_q.shape == index_q.shape
+                and d_weights.shape == weights.shape
+                and d_index_k.shape == index_k.shape
+                and d_index_q.dtype == self._bf16
+                and d_weights.dtype == self._d_weights
+                and d_index_k.dtype in self.d_index_k_names
+                and d_index_q.get_device() == d_weights.get_device() == d_index_k.get_device() == device
+                and d_index_q.is_contiguous()
+                and d_weights.is_contiguous()
+                and d_index_k.is_contiguous()
+            )
+        except (AttributeError, TypeError):
+            return False
+
+    def workspace_ok(self, workspace: torch.Tensor, needed_bytes: int) -> bool:
+        """Whether a caller-supplied workspace serves."""
+        try:
+            return (
+                workspace.get_device() == self.device
+                and workspace.is_contiguous()
+                and workspace.numel() * workspace.element_size() >= needed_bytes
+            )
+        except (AttributeError, TypeError):
+            return False
+
+    def explain(self, tensors: Sequence[Any]) -> NoReturn:
+        """Find what is wrong with tensors that a check refused.
+
+        Raises:
+            UnsupportedError: a value, shape, dtype or stride outside the contract.
+            DeviceMismatchError: a tensor on another device.
+        """
+        given = dict(zip(TENSORS, tensors, strict=True))
+        for name, tensor in given.items():
+            self._explain_kind(name, tensor)
+        extents = self._extents(given["index_q"], given["index_k"])
+        for name, tensor in given.items():
+            self._explain_shape(name, tensor, extents)
+            self._explain_placement(name, tensor)
+        rows, keys = extents["B"] * extents["S_q"] * extents["H"], extents["B"] * extents["S_k"]
+        if max(rows, keys) > INT32_MAX:
+            raise UnsupportedError(
+                f"B * S_q * H = {rows} and B * S_k = {keys}", f"both must be at most {INT32_MAX}", "split the batch"
+            )
+        raise AssertionError(f"a check refused arguments that look right: {tensors!r}")
+
+    def explain_workspace(self, workspace: Any, needed_bytes: int) -> NoReturn:
+        """Find what is wrong with a workspace that ``workspace_ok`` refused."""
+        if not hasattr(workspace, "get_device"):
+            raise UnsupportedError(
+                f"workspace of type {type(workspace).__name__}",
+                "it must be a torch tensor",
+                "pass torch.empty(..., dtype=torch.uint8)",
+            )
+        self._explain_placement("workspace", workspace)
+        raise UnsupportedError(
+            f"workspace of {workspace.numel() * workspace.element_size()} bytes",
+            f"this launch needs {needed_bytes}",
+            "allocate plan.workspace_bytes(...) bytes, or pass none",
+        )
+
+    def _explain_kind(self, name: str, tensor: Any) -> None:
+        if not all(hasattr(tensor, attribute) for attribute in ("shape", "dtype", "get_device", "data_ptr")):
+            raise UnsupportedError(
+                f"{name} of type {type(tensor).__name__}", "it must be a torch tensor", "pass a torch tensor"
+            )
+        rank = len(_SHAPES[name])
+        if len(tensor.shape) != rank and not (name == "grad_loss" and tensor.numel() == 1):
+            raise UnsupportedError(
+                f"{name} of shape {tuple(tensor.shape)}",
+                f"its shape is ({', '.join(_SHAPES[name])}), of rank {rank}",
+                f"reshape {name}",
+            )
+        allowed = self.dtypes[name]
+        found = dtype_name(tensor.dtype)
+        if found not in allowed:
+            raise UnsupportedError(
+                f"{name} of dtype {found}",
+                f"backend {self.row.backend} for {self.row.arch} takes {name} in {describe(allowed)}",
+                f"pass {name} in {allowed[0]}",
+            )
+
+    def _extents(self, index_q: Any, index_k: Any) -> dict[str, int]:
+        batch, s_q, _, _ = index_q.shape
+        return {
+            "B": batch,
+            "S_q": s_q,
+            "H": self.heads,
+            "D": self.head_dim,
+            "S_k": index_k.shape[1],
+            "topk": self.topk,
+            "1": 1,
+        }
+
+    def _explain_shape(self, name: str, tensor: Any, extents: Mapping[str, int]) -> None:
+        expected = tuple(extents[symbol] for symbol in _SHAPES[name])
+        if tuple(tensor.shape) != expected and not (name == "grad_loss" and tensor.numel() == 1):
+            meaning = ", ".join(_SHAPES[name])
+            raise UnsupportedError(
+                f"{name} of shape {tuple(tensor.shape)}",
+                f"with this plan and these index_q and index_k it is ({meaning}) = {expected}",
+                f"pass {name} of that shape",
+            )
+
+    def _explain_placement(self, name: str, tensor: Any) -> None:
+        if tensor.get_device() != self.device:
+            raise DeviceMismatchError(
+                f"{name} on {tensor.device}",
+                f"this launch runs on cuda:{self.device}",
+                f"move {name} to cuda:{self.device}",
+            )
+        if not tensor.is_contiguous():
+            raise UnsupportedError(
+                f"{name} of strides {tuple(tensor.stride())}", "it must be contiguous", f"pass {name}.contiguous()"
+            )
+
+
+def check_alignment(names: Sequence[str], addresses: Sequence[int]) -> None:
+    """Refuse a tensor whose address is not aligned.
+
+    Raises:
+        UnsupportedError: it names the tensor and the address.
+    """
+    bits = 0
+    for address in addresses:
+        bits |= address
+    if not bits % ALIGNMENT:
+        return
+    for name, address in zip(names, addresses, strict=True):
+        alignment = 4 if name == "grad_loss" else ALIGNMENT
+        if address % alignment:
+            raise UnsupportedError(
+                f"{name} at address {address:#x}", f"it must be aligned to {alignment} bytes", f"pass {name}.clone()"
+            )
+
+
+def check_overlap(
+    names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], written: frozenset[str]
+) -> None:
+    """Refuse a launch that writes memory which another of its tensors uses.
+
+    Args:
+        names: of the launch's tensors.
+        addresses: of their first bytes.
+        sizes: in bytes; an empty tensor overlaps nothing.
+        written: the names of those that the launch writes.
+
+    Raises:
+        UnsupportedError: two tensors share bytes, and at least one of them is written.
+    """
+    end = -1
+    for start, size in sorted(zip(addresses, sizes, strict=True)):
+        if size:
+            if start < end:
+                break
+            end = start + size
+    else:
+        return
+    spans = [(a, a + size, name) for name, a, size in zip(names, addresses, sizes, strict=True) if size]
+    for (start, end, name), (other_start, other_end, other) in combinations(spans, 2):
+        if start < other_end and other_start < end and (name in written or other in written):
+            raise UnsupportedError(
+                f"{name} and {other}", "they share memory, and the launch writes one of them", "pass separate buffers"
+            )

@@ -1,0 +1,114 @@
+"""The CUDA driver as the runtime uses it: devices, and calls that raise.
+
+Importing this module imports cuda.bindings and touches no driver. Only driver functions of CUDA 12.4 or older are used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from dsa_planner.errors import DeviceMismatchError, DriverError
+
+__all__ = ["Device", "call", "cu", "device", "name_of_failure"]
+
+_SUCCESS = cu.CUresult.CUDA_SUCCESS
+_NO_DRIVER = "install the NVIDIA driver, or run this on a machine with a GPU"
+_devices: dict[int, Device] = {}
+_lock = threading.Lock()
+
+
+def call(what: str, result: tuple[Any, ...]) -> Any:
+    """The value of a driver call.
+
+    Raises:
+        DriverError: the call failed.
+    """
+    status, *values = result
+    if status != _SUCCESS:
+        raise DriverError(
+            what, f"the CUDA driver answered {name_of_failure(status)}", "see the CUDA driver's error codes"
+        )
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def name_of_failure(status: Any) -> str:
+    """The name of a CUresult."""
+    return str(getattr(status, "name", status))
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CUDA device and its primary context, which this process keeps from the first use on.
+
+    The primary context is the one that torch uses. It is never made current here for longer than a ``with`` block.
+    """
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    handle: Any
+    context: Any
+    context_address: int
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device's primary context current, and put back what was current before, on errors too."""
+        if int(call("reading the current context", cu.cuCtxGetCurrent())) == self.context_address:
+            yield
+            return
+        call("making a context current", cu.cuCtxPushCurrent(self.context))
+        try:
+            yield
+        finally:
+            call("restoring the current context", cu.cuCtxPopCurrent())
+
+
+def device(ordinal: int) -> Device:
+    """The device of an ordinal, as CUDA_VISIBLE_DEVICES leaves it.
+
+    Raises:
+        DriverError: there is no driver, or it refuses.
+        DeviceMismatchError: there is no such device.
+    """
+    found = _devices.get(ordinal)
+    if found is None:
+        with _lock:
+            found = _devices.get(ordinal)
+            if found is None:
+                found = _devices[ordinal] = _open(ordinal)
+    return found
+
+
+def _open(ordinal: int) -> Device:
+    try:
+        status = cu.cuInit(0)
+    except RuntimeError as error:  # cuda.bindings could not load libcuda
+        raise DriverError("starting CUDA", "there is no NVIDIA driver on this machine", _NO_DRIVER) from error
+    if status[0] in (cu.CUresult.CUDA_ERROR_NO_DEVICE, cu.CUresult.CUDA_ERROR_STUB_LIBRARY):
+        raise DriverError("starting CUDA", f"there is no GPU ({name_of_failure(status[0])})", _NO_DRIVER)
+    call("starting CUDA", status)
+    count = call("counting devices", cu.cuDeviceGetCount())
+    if not 0 <= ordinal < count:
+        raise DeviceMismatchError(
+            f"device {ordinal}", f"this process sees {count} devices", "check CUDA_VISIBLE_DEVICES"
+        )
+    handle = call("opening a device", cu.cuDeviceGet(ordinal))
+    attribute = cu.CUdevice_attribute
+    values = [
+        call("reading a device attribute", cu.cuDeviceGetAttribute(name, handle))
+        for name in (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        )
+    ]
+    name = call("reading a device's name", cu.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
+    context = call("opening the primary context", cu.cuDevicePrimaryCtxRetain(handle))
+    return Device(ordinal, name, (values[0], values[1]), values[2], handle, context, int(context))

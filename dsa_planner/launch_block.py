@@ -1,0 +1,265 @@
+"""What one launch hands to the driver: the values of all kernel parameters, packed. Run side.
+
+Three things change at different rates, so they are kept apart: what follows from the *shapes* of a launch (``Shape``:
+extents, grids, scratch), what follows from its *addresses* (pointers and tensor maps), and its *scalars*. A ``Block``
+remembers what it packed last and packs again only what changed. Nothing is looked up by shape: there is one last
+shape, and a comparison.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsa_planner.arguments import Tensors, check_alignment, check_overlap
+from dsa_planner.driver import call, cu
+from dsa_planner.launch_record import PARAMETER_BYTES, TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
+
+__all__ = ["Block", "BlockLayout", "Shape", "workspace_bytes"]
+
+_NAMES = (*TENSORS, "workspace")
+_WRITTEN = frozenset({"attn_score", "d_index_q", "d_weights", "d_index_k", "workspace"})
+_BUFFER_ALIGNMENT = 256
+_MAP_BYTES = PARAMETER_BYTES["tensor_map"]
+_MAP_ALIGNMENT = 64
+_ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+_MAP_ELEMENTS = {
+    "bf16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    "fp32": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+}
+_MAP_SWIZZLES = {
+    0: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+    32: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
+    64: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+    128: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+}
+
+
+def workspace_bytes(buffers: Sequence[Buffer], values: Mapping[str, int], d_index_k: str) -> int:
+    """Bytes of workspace for the buffers that a launch needs, each rounded up to 256."""
+    return sum(_aligned(buffer.bytes(values)) for buffer in buffers if holds(buffer.when, {"d_index_k": d_index_k}))
+
+
+class Shape:
+    """What the shapes and dtypes of a launch decide, computed from tensors that have passed the checks.
+
+    Args:
+        record: the plan's launch record.
+        constants: the launch values that the plan and its device fix.
+        tensors: the launch's tensors.
+        ids_are_flat: whether topk_indices are flat over batch * S_k.
+        d_index_k: this project's name of d_index_k's dtype.
+    """
+
+    def __init__(
+        self,
+        record: LaunchRecord,
+        constants: Mapping[str, int],
+        tensors: Tensors,
+        ids_are_flat: bool,
+        d_index_k: str,
+    ) -> None:
+        self.ids_are_flat = ids_are_flat
+        self.device = tensors[0].get_device()
+        self.expected = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        batch, s_q, s_k = tensors[0].shape[0], tensors[0].shape[1], tensors[2].shape[1]
+        self.rows, keys = batch * s_q, batch * s_k
+        self.values: dict[str, int] = {
+            **constants,
+            "rows": self.rows,
+            "keys": keys,
+            "s_q": max(s_q, 1),
+            "id_limit": keys if ids_are_flat else s_k,
+            "id_offset": 0 if ids_are_flat else s_k,
+        }
+        call_facts = {"d_index_k": d_index_k}
+        self.workspace_bytes = workspace_bytes(record.buffers, self.values, d_index_k)
+        self.sizes = (*[tensor.nbytes for tensor in tensors], self.workspace_bytes)
+        self.places = self._places(record.buffers, call_facts)
+        kernels = [(index, kernel) for index, kernel in enumerate(record.kernels) if holds(kernel.when, call_facts)]
+        grids = [(index, kernel.grid(self.values)) for index, kernel in kernels]
+        self.grids = [(index, grid) for index, grid in grids if grid]
+        """(kernel, CTAs) of the kernels that have something to do, in launch order."""
+
+    def admits(self, tensors: Sequence[Any]) -> bool:
+        """Whether these tensors, or as many of them as are given, look like those that this was made from."""
+        device = self.device
+        try:
+            for tensor, (dtype, shape) in zip(tensors, self.expected, strict=False):
+                if (
+                    tensor.dtype is not dtype
+                    or tensor.shape != shape
+                    or tensor.get_device() != device
+                    or not tensor.is_contiguous()
+                ):
+                    return False
+        except AttributeError:  # not a tensor
+            return False
+        return True
+
+    def _places(self, buffers: Sequence[Buffer], call_facts: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+        """Where each tensor and buffer lies: (position among the launch's addresses, byte offset from it)."""
+        places = {name: (position, 0) for position, name in enumerate(TENSORS)}
+        used = 0
+        for buffer in buffers:
+            if holds(buffer.when, call_facts):
+                places[buffer.name] = (len(TENSORS), used)
+                used += _aligned(buffer.bytes(self.values))
+            elif buffer.otherwise is not None:
+                places[buffer.name] = places[buffer.otherwise]
+        return places
+
+
+class BlockLayout:
+    """Where in a block each launch value lies, from the parameters of all kernels of a record."""
+
+    def __init__(self, record: LaunchRecord) -> None:
+        self.kernels = record.kernels
+        parameters = [parameter for kernel in record.kernels for parameter in kernel.parameters]
+        self.pointers = _unique(parameters, "pointer")
+        self.ints = _unique(parameters, "int32")
+        self.floats = _unique(parameters, "float32")
+        self.maps = {p.name: p.tensor_map for p in parameters if p.tensor_map is not None}
+        self.pointer_pack = struct.Struct(f"={len(self.pointers)}Q")
+        self.int_pack = struct.Struct(f"={len(self.ints)}i")
+        self.float_pack = struct.Struct(f"={len(self.floats)}f")
+        self.int_offset = self.pointer_pack.size
+        self.float_offset = self.int_offset + self.int_pack.size
+        self.size = self.float_offset + self.float_pack.size
+
+    def offset(self, parameter: Parameter) -> int:
+        """Byte offset of a parameter's value, from the block's values or, for a tensor map, from its maps."""
+        if parameter.type == "pointer":
+            return 8 * self.pointers.index(parameter.name)
+        if parameter.type == "int32":
+            return self.int_offset + 4 * self.ints.index(parameter.name)
+        if parameter.type == "float32":
+            return self.float_offset + 4 * self.floats.index(parameter.name)
+        return _MAP_BYTES * list(self.maps).index(parameter.name)
+
+
+class Block:
+    """The memory from which the driver reads the parameters of one launch, and the launch configurations.
+
+    Used by one launch at a time. ``parameters`` has, for each kernel of the record, the address of its parameter
+    pointers; ``configs`` its CUlaunchConfig.
+    """
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        # What was packed last; None where nothing valid was.
+        self._shape: Shape | None = None
+        self._addresses: list[int] = []
+        self._scalars: tuple[float, float] | None = None
+        self._stream: int | None = None
+        self._encoded: dict[str, tuple[int, Shape]] = {}
+        self._values = ctypes.create_string_buffer(layout.size)
+        self._maps = ctypes.create_string_buffer(_MAP_BYTES * len(layout.maps) + _MAP_ALIGNMENT)
+        base = ctypes.addressof(self._values)
+        self._map_base = -(-ctypes.addressof(self._maps) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        self._arrays = []
+        self.configs = []
+        for kernel in layout.kernels:
+            places = [
+                (self._map_base if parameter.type == "tensor_map" else base) + layout.offset(parameter)
+                for parameter in kernel.parameters
+            ]
+            self._arrays.append((ctypes.c_void_p * len(places))(*places))
+            config = cu.CUlaunchConfig()
+            config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+            config.blockDimX = kernel.block
+            config.sharedMemBytes = kernel.shared_bytes
+            self.configs.append(config)
+        self.parameters = [ctypes.addressof(array) for array in self._arrays]
+
+    def pack(self, shape: Shape, addresses: list[int], sm_scale: float, loss_coeff: float, stream: int) -> None:
+        """Make the block say what a launch needs.
+
+        Args:
+            shape: of the launch.
+            addresses: of its tensors, in order, and of its workspace.
+            sm_scale: see ``indexer_backward``.
+            loss_coeff: see ``indexer_backward``.
+            stream: handle of the launch's stream.
+
+        Raises:
+            UnsupportedError: an address that is not aligned, or tensors that overlap.
+        """
+        if self._shape is not shape or self._addresses != addresses:
+            _check_placement(shape, addresses)
+            self._pack_addresses(shape, addresses)
+            if self._shape is not shape:
+                self._pack_shape(shape)
+        if self._scalars != (sm_scale, loss_coeff):
+            values = {"sm_scale": sm_scale, "loss_scale": loss_coeff / shape.rows if shape.rows else 0.0}
+            layout = self.layout
+            layout.float_pack.pack_into(self._values, layout.float_offset, *[values[name] for name in layout.floats])
+            self._scalars = (sm_scale, loss_coeff)
+        if self._stream != stream:
+            for config in self.configs:
+                config.hStream = cu.CUstream(stream)
+            self._stream = stream
+
+    def _pack_shape(self, shape: Shape) -> None:
+        layout = self.layout
+        layout.int_pack.pack_into(self._values, layout.int_offset, *[shape.values[name] for name in layout.ints])
+        for index, grid in shape.grids:
+            self.configs[index].gridDimX = grid
+        self._shape, self._scalars = shape, None  # loss_scale depends on the rows
+
+    def _pack_addresses(self, shape: Shape, addresses: list[int]) -> None:
+        """Pack the pointers, and encode a tensor map again where its address or an extent has changed."""
+        layout = self.layout
+        self._addresses = []  # until all of it is packed
+        places = [shape.places[name] for name in layout.pointers]
+        layout.pointer_pack.pack_into(self._values, 0, *[addresses[position] + offset for position, offset in places])
+        for index, (name, tensor_map) in enumerate(layout.maps.items()):
+            position, offset = shape.places[name]
+            address = addresses[position] + offset
+            if self._encoded.get(name) != (address, shape):
+                self._encode(self._map_base + _MAP_BYTES * index, tensor_map, address, shape)
+                self._encoded[name] = (address, shape)
+        self._addresses = addresses
+
+    def _encode(self, destination: int, tensor_map: TensorMap, address: int, shape: Shape) -> None:
+        """Write a CUtensorMap over a contiguous tensor; an empty one gets none, and its kernel has no CTA."""
+        extents = [extent(shape.values) for extent in tensor_map.extents]
+        if not all(extents):
+            return
+        pitch = _ELEMENT_BYTES[tensor_map.element]
+        strides = []
+        for extent in extents[:-1]:
+            pitch *= extent
+            strides.append(cu.cuuint64_t(pitch))
+        encoded = call(
+            "encoding a tensor map",
+            cu.cuTensorMapEncodeTiled(
+                _MAP_ELEMENTS[tensor_map.element],
+                len(extents),
+                address,
+                [cu.cuuint64_t(extent) for extent in extents],
+                strides,
+                [cu.cuuint32_t(size) for size in tensor_map.box],
+                [cu.cuuint32_t(1)] * len(extents),
+                cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                _MAP_SWIZZLES[tensor_map.swizzle_bytes],
+                cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+        )
+        ctypes.memmove(destination, encoded.getPtr(), _MAP_BYTES)
+
+
+def _check_placement(shape: Shape, addresses: Sequence[int]) -> None:
+    check_alignment(_NAMES, addresses)
+    check_overlap(_NAMES, addresses, shape.sizes, _WRITTEN)
+
+
+def _unique(parameters: Sequence[Parameter], type_: str) -> list[str]:
+    return list(dict.fromkeys(parameter.name for parameter in parameters if parameter.type == type_))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT

@@ -1,0 +1,44 @@
+"""Find a plan's file in the layers. Run side: standard library only, and never a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsa_planner.cache.layer import SearchPath, read_only_layers
+from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.cache.writable import RecordingLayer
+from dsa_planner.errors import PlanNotFoundError
+from dsa_planner.identity import plan_id_of
+from dsa_planner.settings import Settings
+
+__all__ = ["find_plan", "search_path"]
+
+
+def search_path(settings: Settings) -> SearchPath:
+    """The layers of the settings, for reading."""
+    layers = read_only_layers(settings.read_only)
+    return SearchPath([*layers, RecordingLayer(settings.cache_dir)] if settings.cache_dir is not None else layers)
+
+
+def find_plan(config: Mapping[str, Any], settings: Settings | None = None) -> PlanFile:
+    """The plan of a complete config, from the first layer that has it.
+
+    Raises:
+        UnsupportedError: this version does not build the config's backend and arch yet.
+        PlanNotFoundError: no layer holds it; the message has the command that builds it.
+    """
+    plan_id = plan_id_of(config)
+    layers = search_path(Settings.from_environment() if settings is None else settings)
+    found = layers.find(plan_id)
+    if found is not None:
+        return found[0]
+    damaged = [f"{path}: {reason}" for layer in layers.layers for path, reason in layer.damaged.items()]
+    command = f"dsa-plan precompile --backend {config['backend']} --arch {config['arch']} --topk {config['topk']}"
+    if config["d_weights"] != "bf16":
+        command += f" --d-weights {config['d_weights']}"
+    raise PlanNotFoundError(
+        f"plan {plan_id[:12]} ({', '.join(f'{name}={value}' for name, value in config.items())})",
+        f"it is not in {layers.describe()}" + (f" (unusable: {'; '.join(damaged)})" if damaged else ""),
+        f"run '{command}' where the compiler is installed, and add its layer to DSA_PLAN_PATH",
+    )

@@ -1,0 +1,237 @@
+"""A plan on a device: load its cubin once, then launch it. Run side.
+
+Loading forces every kernel in, so that nothing is left to load lazily at the first launch, and compares the driver's
+own account of the kernels' parameters with the manifest.
+
+A launch checks its tensors, packs their addresses and a few numbers into one block of memory, and makes one driver call
+a kernel, on the caller's stream. It synchronises nothing, and allocates nothing but the fp32 scratch behind a bf16
+d_index_k where the caller brings no workspace. What depends on shapes only is kept from the launch before and made
+again when they change; likewise what depends on addresses. Nothing is looked up by shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dsa_planner import envelope, streams
+from dsa_planner.arguments import ArgumentCheck, Tensors
+from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.driver import Device, call, cu, device, name_of_failure
+from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError
+from dsa_planner.launch_block import Block, BlockLayout, Shape, workspace_bytes
+from dsa_planner.launch_record import PARAMETER_BYTES, KernelLaunch, LaunchRecord
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Plan"]
+
+_SUCCESS = cu.CUresult.CUDA_SUCCESS
+
+
+class Plan:
+    """A compiled plan, loaded on one device.
+
+    Made by ``dsa_planner.load_plan``. One plan serves every shape; it may be launched from several threads and on
+    several streams at once. Its memory on the device is its code.
+
+    Args:
+        file: the plan file.
+        ordinal: the device.
+
+    Raises:
+        DeviceMismatchError: the device's compute capability is not one that the plan's arch admits.
+        PlanFileError: the cubin's parameters are not those of the manifest.
+        DriverError: no driver, or it refuses the cubin.
+    """
+
+    def __init__(self, file: PlanFile, ordinal: int) -> None:
+        self.config: Mapping[str, Any] = file.config
+        self.plan_id = file.plan_id
+        self.build_id = file.build_id
+        self.device = ordinal
+        self.row = envelope.support_of(self.config)
+        target = device(ordinal)
+        if target.capability not in self.row.capabilities:
+            raise DeviceMismatchError(
+                f"plan {self.plan_id[:12]} for {self.config['arch']} on {target.name} (compute capability "
+                f"{target.capability[0]}.{target.capability[1]})",
+                f"{self.config['arch']} runs on {', '.join(f'{a}.{b}' for a, b in self.row.capabilities)}",
+                "load the plan of this device's arch",
+            )
+        self._target = target
+        try:
+            self._record = LaunchRecord.parse(file.launch)
+            self._functions = _load(file, self._record, target)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanFileError(
+                f"plan {self.plan_id}", f"its launch record is malformed ({error})", "build it again"
+            ) from None
+        self.check = ArgumentCheck(self.row, self.config, ordinal)
+        self._layout = BlockLayout(self._record)
+        self._blocks: list[Block] = []  # free ones; a launch takes one, so that threads do not meet
+        self._shape: Shape | None = None  # of the last launch
+        self._constants = {name: self.config[name] for name in ("heads", "head_dim", "topk")}
+        self._constants["multiprocessors"] = target.multiprocessors
+
+    def __repr__(self) -> str:
+        backend, arch, topk = (self.config[name] for name in ("backend", "arch", "topk"))
+        return f"<Plan {self.plan_id[:12]} {backend} {arch} topk={topk} on cuda:{self.device}>"
+
+    def workspace_bytes(self, batch: int, s_k: int, d_index_k: str = "bf16") -> int:
+        """Bytes of workspace that a launch needs: 4 * batch * s_k * head_dim, rounded up, for bf16 d_index_k, or 0."""
+        values = {**self._constants, "keys": batch * s_k, "rows": 0, "s_q": 0, "id_limit": 0, "id_offset": 0}
+        return workspace_bytes(self._record.buffers, values, d_index_k)
+
+    def launch(
+        self,
+        index_q: torch.Tensor,
+        weights: torch.Tensor,
+        index_k: torch.Tensor,
+        attn_score: torch.Tensor,
+        index_score: torch.Tensor,
+        topk_indices: torch.Tensor,
+        grad_loss: torch.Tensor,
+        *,
+        d_index_q: torch.Tensor,
+        d_weights: torch.Tensor,
+        d_index_k: torch.Tensor,
+        sm_scale: float = 1.0,
+        loss_coeff: float = 1.0,
+        block_I: int = 128,
+        topk_indices_global: bool = False,
+        workspace: torch.Tensor | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Compute the gradients into the caller's buffers, on the caller's stream; return without waiting.
+
+        Tensors and scalars are those of ``dsa_planner.indexer_backward``; the three outputs are required here, and all
+        tensors are checked before anything runs.
+
+        Args:
+            workspace: at least ``workspace_bytes(B, S_k, dtype of d_index_k)`` bytes on the device, of any dtype,
+                aligned to 16 bytes; not shared with another launch in flight. None takes it from torch's allocator.
+            stream: None for torch's current stream, or any stream of the device (see ``streams.handle_of``).
+
+        Raises:
+            UnsupportedError: a value, shape, dtype, stride or alignment outside the contract; buffers that overlap.
+            DeviceMismatchError: a tensor on another device.
+            DriverError: the driver refused a launch.
+        """
+        tensors = (
+            index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss,
+            d_index_q, d_weights, d_index_k,
+        )  # fmt: skip
+        envelope.check_scalars(self.row, sm_scale, loss_coeff, block_I)
+        shape = self.shape_of(tensors, topk_indices_global)
+        handle = streams.handle_of(stream, self.device)
+        self.launch_checked(shape, tensors, sm_scale, loss_coeff, workspace, handle)
+
+    def shape_of(self, tensors: Tensors, topk_indices_global: bool) -> Shape:
+        """Check all tensors of a launch; what follows from their shapes and dtypes.
+
+        Raises:
+            UnsupportedError, DeviceMismatchError: as for ``launch``.
+        """
+        shape = self._shape
+        if shape is None or shape.ids_are_flat is not topk_indices_global or not shape.admits(tensors):
+            if not (self.check.inputs_ok(tensors) and self.check.outputs_ok(tensors)):
+                self.check.explain(tensors)
+            dk_dtype = self.check.d_index_k_names[tensors[9].dtype]
+            shape = Shape(self._record, self._constants, tensors, bool(topk_indices_global), dk_dtype)
+            self._shape = shape
+        return shape
+
+    def launch_checked(
+        self,
+        shape: Shape,
+        tensors: Tensors,
+        sm_scale: float,
+        loss_coeff: float,
+        workspace: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        """``launch`` after the checks of tensors (``shape_of``) and scalars, for callers in this package."""
+        needed = shape.workspace_bytes
+        workspace = self._workspace(workspace, needed, tensors[2], stream) if needed else None
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses.append(0 if workspace is None else workspace.data_ptr())
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = Block(self._layout)
+        try:
+            block.pack(shape, addresses, sm_scale, loss_coeff, stream)
+            if int(cu.cuCtxGetCurrent()[1]) == self._target.context_address:
+                self._launch_kernels(block, shape)
+            else:
+                with self._target.current():
+                    self._launch_kernels(block, shape)
+        finally:
+            self._blocks.append(block)
+
+    def _launch_kernels(self, block: Block, shape: Shape) -> None:
+        for index, _ in shape.grids:
+            (status,) = cu.cuLaunchKernelEx(block.configs[index], self._functions[index], block.parameters[index], 0)
+            if status != _SUCCESS:
+                raise DriverError(
+                    f"launching {self._record.kernels[index].name} of {self!r}",
+                    f"the CUDA driver answered {name_of_failure(status)}",
+                    "an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+                )
+
+    def _workspace(self, workspace: torch.Tensor | None, needed: int, like: torch.Tensor, stream: int) -> torch.Tensor:
+        if workspace is None:
+            with streams.allocating_on(stream, self.device):
+                return like.new_empty(needed, dtype=self.check.uint8)
+        if not self.check.workspace_ok(workspace, needed):
+            self.check.explain_workspace(workspace, needed)
+        return workspace
+
+
+def _load(file: PlanFile, record: LaunchRecord, target: Device) -> list[Any]:
+    """Load a cubin and force its kernels in; their functions, in the record's order."""
+    entries = file.manifest["kernels"]
+    if [entry["name"] for entry in entries] != [kernel.name for kernel in record.kernels]:
+        raise PlanFileError(f"plan {file.plan_id}", "its kernels are not those of its launch record", "build it again")
+    library = call(
+        f"loading the cubin of plan {file.plan_id[:12]}", cu.cuLibraryLoadData(file.cubin, [], [], 0, [], [], 0)
+    )
+    functions = []
+    with target.current():
+        for entry, kernel in zip(entries, record.kernels, strict=True):
+            symbol = entry["symbol"]
+            handle = call(f"finding kernel {symbol}", cu.cuLibraryGetKernel(library, symbol.encode()))
+            _check_parameters(file, entry, kernel, handle)
+            if kernel.shared_bytes:
+                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                call(
+                    f"asking for {kernel.shared_bytes} bytes of shared memory for {symbol}",
+                    cu.cuKernelSetAttribute(attribute, kernel.shared_bytes, handle, target.handle),
+                )
+            functions.append(call(f"loading kernel {symbol}", cu.cuKernelGetFunction(handle)))
+    return functions
+
+
+def _check_parameters(file: PlanFile, entry: Mapping[str, Any], kernel: KernelLaunch, handle: Any) -> None:
+    """Refuse a cubin whose parameters, as the driver sees them, are not those of the manifest and the launch record."""
+    found: list[list[int]] = []
+    while True:
+        try:
+            status, *info = cu.cuKernelGetParamInfo(handle, len(found))
+        except RuntimeError as error:  # cuda.bindings: the driver has no such function
+            raise DriverError(
+                "checking a plan", "the driver is older than CUDA 12.4", "update the NVIDIA driver"
+            ) from error
+        if status == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
+            break
+        call("reading a kernel's parameters", (status, *info))
+        found.append([int(info[0]), int(info[1])])
+    sizes = [PARAMETER_BYTES[parameter.type] for parameter in kernel.parameters]
+    if found != [list(pair) for pair in entry["parameters"]] or [size for _, size in found] != sizes:
+        raise PlanFileError(
+            f"plan {file.plan_id}",
+            f"kernel {kernel.name} has parameters {found} (offset, size), not {entry['parameters']} with sizes {sizes}",
+            "build it again",
+        )

@@ -1,0 +1,123 @@
+"""Seeded inputs for tests and their comparison with the oracle. Needs torch; works on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsa_planner.kernels import oracle
+
+HEADS, HEAD_DIM = 64, 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """The inputs of one call. ``ids`` says how topk_indices were drawn (see ``make``)."""
+
+    index_q: torch.Tensor
+    weights: torch.Tensor
+    index_k: torch.Tensor
+    attn_score: torch.Tensor
+    index_score: torch.Tensor
+    topk_indices: torch.Tensor
+    grad_loss: torch.Tensor
+    sm_scale: float
+    loss_coeff: float
+    topk_indices_global: bool
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The tensors by argument name; attn_score is a fresh copy, since a call overwrites it."""
+        names = ("index_q", "weights", "index_k", "attn_score", "index_score", "topk_indices", "grad_loss")
+        tensors = {name: getattr(self, name) for name in names}
+        tensors["attn_score"] = self.attn_score.clone()
+        return tensors
+
+    def scalars(self) -> dict[str, float | bool]:
+        return {
+            "sm_scale": self.sm_scale,
+            "loss_coeff": self.loss_coeff,
+            "topk_indices_global": self.topk_indices_global,
+        }
+
+    def as_global(self) -> Case:
+        """The same call with flat ids: a local id gets its batch offset, an invalid one becomes -1."""
+        assert not self.topk_indices_global
+        batch, s_k = self.index_k.shape[:2]
+        offset = torch.arange(batch, device=self.topk_indices.device, dtype=torch.int32)[:, None, None] * s_k
+        valid = (self.topk_indices >= 0) & (self.topk_indices < s_k)
+        ids = torch.where(valid, self.topk_indices + offset, -1).to(torch.int32)
+        return replace(self, topk_indices=ids, topk_indices_global=True)
+
+
+def make(
+    batch: int,
+    s_q: int,
+    s_k: int,
+    topk: int,
+    seed: int = 0,
+    device: str = "cpu",
+    heads: int = HEADS,
+    ids: str = "mixed",
+    sm_scale: float = 1.0,
+    loss_coeff: float = 1.0,
+) -> Case:
+    """Draw a call.
+
+    Args:
+        ids: "valid" draws keys with repetition; "distinct" without (s_k >= topk); "mixed" also draws invalid ids: -1,
+            very negative, S_k and beyond (valid in a later batch element, were they not masked first), INT32_MAX.
+    """
+    g = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device=device)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=g, device=device, dtype=torch.int32)
+
+    if ids == "distinct":
+        order = torch.rand(batch, s_q, s_k, generator=g, device=device).argsort(-1)[..., :topk]
+        indices = order.to(torch.int32).contiguous()
+    else:
+        indices = draw(0, max(s_k, 1), batch, s_q, topk)
+    if ids == "mixed":
+        kind = torch.rand(batch, s_q, topk, generator=g, device=device)
+        indices = torch.where(kind < 0.10, -1, indices)
+        indices = torch.where((kind >= 0.10) & (kind < 0.14), s_k + draw(0, 50, batch, s_q, topk), indices)
+        indices = torch.where((kind >= 0.14) & (kind < 0.15), -(2**31), indices)
+        indices = torch.where((kind >= 0.15) & (kind < 0.16), 2**31 - 1, indices)
+        indices = indices.to(torch.int32)
+    predicted = torch.softmax(normal(batch, s_q, topk), -1)
+    predicted = torch.where(torch.rand(predicted.shape, generator=g, device=device) < 0.05, 0.0, predicted)
+    return Case(
+        index_q=(normal(batch, s_q, heads, HEAD_DIM) * 0.1).bfloat16(),
+        weights=(normal(batch, s_q, heads) * 0.5).bfloat16(),
+        index_k=(normal(batch, s_k, HEAD_DIM) * 0.1).bfloat16(),
+        attn_score=torch.softmax(normal(batch, s_q, topk), -1),
+        index_score=predicted,
+        topk_indices=indices,
+        grad_loss=torch.full((1,), 0.75, device=device),
+        sm_scale=sm_scale,
+        loss_coeff=loss_coeff,
+        topk_indices_global=False,
+    )
+
+
+def expected_score_gradient(case: Case) -> torch.Tensor:
+    """Stage 1 of a case, in float64."""
+    return oracle.score_gradient(case.attn_score, case.index_score, float(case.grad_loss), case.loss_coeff)
+
+
+def expected_gradients(case: Case, score_grad: torch.Tensor, bf16_a: bool = False) -> oracle.Gradients:
+    """Stages 2 and 3 of a case from a given score gradient, in float64; ``bf16_a`` for a backend that rounds A."""
+    return oracle.gradients(
+        case.index_q,
+        case.weights,
+        case.index_k,
+        score_grad,
+        case.topk_indices,
+        case.sm_scale,
+        case.topk_indices_global,
+        round_a=(lambda a: a.to(torch.bfloat16)) if bf16_a else None,
+    )

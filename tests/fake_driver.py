@@ -1,0 +1,160 @@
+"""A CUDA driver made of Python, for testing the runtime without a GPU.
+
+It has one device, keeps what it is asked to load and launch, and reads the launch parameters from memory as the real
+driver does, so that a test sees the values that a kernel would see. Types and enumerations are those of cuda.bindings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as real
+
+from dsa_planner import cubin as cubin_reader
+
+SUCCESS = real.CUresult.CUDA_SUCCESS
+CONTEXT = 0xC0
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: kernel symbol, grid, block, dynamic shared memory, stream handle, and the bytes of each parameter."""
+
+    symbol: str
+    grid: int
+    block: int
+    shared_bytes: int
+    stream: int
+    parameters: tuple[bytes, ...]
+
+    def ints(self) -> list[int]:
+        """The parameters as unsigned integers."""
+        return [int.from_bytes(value, "little") for value in self.parameters]
+
+
+class FakeDriver:
+    """Stands in for the module ``cuda.bindings.driver``."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0), multiprocessors: int = 132, devices: int = 1) -> None:
+        self.capability = capability
+        self.multiprocessors = multiprocessors
+        self.devices = devices
+        self.current_context = CONTEXT
+        self.pushed: list[int] = []
+        self.kernels: dict[int, cubin_reader.CubinKernel] = {}
+        self.launches: list[Launch] = []
+        self.encodes: list[tuple[Any, ...]] = []
+        self.shared_limits: dict[str, int] = {}
+        self.launch_status = SUCCESS
+        self.change_parameters: Callable[[str, list[tuple[int, int]]], list[tuple[int, int]]] = lambda symbol, found: (
+            found
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cu") and name[2:3].isupper() and name not in ("cuuint32_t", "cuuint64_t"):
+            raise AssertionError(f"the runtime called {name}, which the fake driver does not have")
+        return getattr(real, name)
+
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        return (SUCCESS if self.devices else real.CUresult.CUDA_ERROR_NO_DEVICE,)
+
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return SUCCESS, self.devices
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        return SUCCESS, ordinal
+
+    def cuDeviceGetName(self, size: int, device: int) -> tuple[Any, ...]:
+        return SUCCESS, b"Fake GPU\0"
+
+    def cuDeviceGetAttribute(self, attribute: Any, device: int) -> tuple[Any, ...]:
+        kind = real.CUdevice_attribute
+        return SUCCESS, {
+            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.capability[0],
+            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.capability[1],
+            kind.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: self.multiprocessors,
+        }[attribute]
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        return SUCCESS, CONTEXT
+
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        return SUCCESS, self.current_context
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[Any, ...]:
+        self.pushed.append(self.current_context)
+        self.current_context = context
+        return (SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        self.current_context = self.pushed.pop()
+        return SUCCESS, CONTEXT
+
+    def cuLibraryLoadData(self, code: bytes, *options: Any) -> tuple[Any, ...]:
+        return SUCCESS, cubin_reader.inspect(code)
+
+    def cuLibraryGetKernel(self, library: cubin_reader.Cubin, symbol: bytes) -> tuple[Any, ...]:
+        for kernel in library.kernels:
+            if kernel.symbol.encode() == symbol:
+                handle = 0x1000 + len(self.kernels)
+                self.kernels[handle] = kernel
+                return SUCCESS, handle
+        return real.CUresult.CUDA_ERROR_NOT_FOUND, None
+
+    def cuKernelGetParamInfo(self, handle: int, index: int) -> tuple[Any, ...]:
+        kernel = self.kernels[handle]
+        parameters = self.change_parameters(kernel.symbol, list(kernel.parameters))
+        if index >= len(parameters):
+            return real.CUresult.CUDA_ERROR_INVALID_VALUE, None, None
+        return SUCCESS, *parameters[index]
+
+    def cuKernelSetAttribute(self, attribute: Any, value: int, handle: int, device: int) -> tuple[Any, ...]:
+        self.shared_limits[self.kernels[handle].symbol] = value
+        return (SUCCESS,)
+
+    def cuKernelGetFunction(self, handle: int) -> tuple[Any, ...]:
+        assert self.current_context == CONTEXT, "a kernel is loaded into the current context"
+        return SUCCESS, handle
+
+    def cuTensorMapEncodeTiled(
+        self, element: Any, rank: int, address: int, extents: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        self.encodes.append((element, rank, address, [int(extent) for extent in extents], *rest))
+        encoded = real.CUtensorMap()
+        ctypes.memmove(encoded.getPtr(), struct.pack("<QQ112x", address, len(self.encodes)), 128)
+        return SUCCESS, encoded
+
+    def cuLaunchKernelEx(self, config: Any, function: int, parameters: int, extra: int) -> tuple[Any, ...]:
+        assert self.current_context == CONTEXT, "a kernel is launched in the device's context"
+        kernel = self.kernels[function]
+        pointers = (ctypes.c_void_p * len(kernel.parameters)).from_address(parameters)
+        values = tuple(
+            ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, kernel.parameters, strict=True)
+        )
+        if self.launch_status == SUCCESS:
+            shared = config.sharedMemBytes
+            assert shared <= max(48 << 10, self.shared_limits.get(kernel.symbol, 0)), "shared memory was not asked for"
+            self.launches.append(
+                Launch(kernel.symbol, config.gridDimX, config.blockDimX, shared, int(config.hStream), values)
+            )
+        return (self.launch_status,)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
+    """Put a fake driver in the place of the real one, with tensors of the CPU counting as those of device 0."""
+    import torch
+
+    from dsa_planner import driver, launch_block, operators, plan, streams
+
+    for module in (driver, launch_block, plan):
+        monkeypatch.setattr(module, "cu", fake)
+    monkeypatch.setattr(driver, "_devices", {})
+    monkeypatch.setattr(operators, "_plans", {})
+    monkeypatch.setattr(streams, "_current_handle", lambda device: 0)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)

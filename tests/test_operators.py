@@ -1,0 +1,286 @@
+"""indexer_backward: its signature, and what it refuses. No GPU: refusals come before any kernel would run."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import dsa_cases  # noqa: E402
+import fake_driver  # noqa: E402
+
+import dsa_planner  # noqa: E402
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver:
+    fake = fake_driver.FakeDriver()
+    fake_driver.install(monkeypatch, fake)
+    return fake
+
+
+@pytest.fixture
+def arguments() -> dict[str, Any]:
+    case = dsa_cases.make(2, 6, 40, 128)
+    return {
+        **case.inputs(),
+        "d_index_q": torch.zeros_like(case.index_q),
+        "d_weights": torch.zeros_like(case.weights),
+        "d_index_k": torch.zeros_like(case.index_k),
+    }
+
+
+def test_the_signature_is_that_of_the_peers_wrapper() -> None:
+    signature = inspect.signature(dsa_planner.indexer_backward)
+    plain = [(p.name, p.default) for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    empty = inspect.Parameter.empty
+    assert plain == [
+        *((name, empty) for name in ("index_q", "weights", "index_k", "attn_score", "index_score", "topk_indices")),
+        ("grad_loss", empty), ("sm_scale", 1.0), ("loss_coeff", 1.0), ("block_I", 128), ("topk_indices_global", False),
+        ("d_index_q", None), ("d_weights", None), ("d_index_k", None), ("stream", None),
+    ]  # fmt: skip
+    keyword_only = [(p.name, p.default) for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert keyword_only == [
+        ("backend", "default"), ("workspace", None), ("deterministic", False), ("deterministic_dk_planes", 96),
+    ]  # fmt: skip
+
+
+def test_outputs_come_back_in_order_and_are_the_callers_where_given(
+    fake: fake_driver.FakeDriver, arguments: dict[str, Any]
+) -> None:
+    result = dsa_planner.indexer_backward(**arguments, deterministic_dk_planes=3)
+    assert list(result) == ["d_index_q", "d_weights", "d_index_k"]
+    assert all(result[name] is arguments[name] for name in result)
+    mine = {name: value for name, value in arguments.items() if name != "d_weights"}
+    result = dsa_planner.indexer_backward(**mine)
+    assert result["d_index_q"] is arguments["d_index_q"]
+    assert (result["d_weights"].dtype, result["d_weights"].shape) == (torch.bfloat16, (2, 6, 64))
+    assert len(fake.launches) == 6
+
+
+def test_positional_arguments_work(fake: fake_driver.FakeDriver, arguments: dict[str, Any]) -> None:
+    names = list(inspect.signature(dsa_planner.indexer_backward).parameters)[:7]
+    dsa_planner.indexer_backward(*(arguments[name] for name in names), 0.5, 2.0, 128, True)
+    assert len(fake.launches) == 3
+
+
+def narrow(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape with other strides."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "topk 1000": (
+        {name: lambda a, n=name: a[n].new_zeros(2, 6, 1000) for name in ("attn_score", "index_score", "topk_indices")},
+        "topk=1000: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is 1024",
+    ),
+    "topk 64": (
+        {name: lambda a, n=name: a[n].new_zeros(2, 6, 64) for name in ("attn_score", "index_score", "topk_indices")},
+        "topk=64: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is 128",
+    ),
+    "topk 0": (
+        {name: lambda a, n=name: a[n].new_zeros(2, 6, 0) for name in ("attn_score", "index_score", "topk_indices")},
+        "topk=0: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is 128",
+    ),
+    "heads 48": (
+        {
+            "index_q": lambda a: a["index_q"][:, :, :48].contiguous(),
+            "weights": lambda a: a["weights"][:, :, :48].contiguous(),
+        },
+        "heads=48: backend default for sm_90a takes heads 64; nearest is 64",
+    ),
+    "head_dim 64": (
+        {"index_q": lambda a: a["index_q"][..., :64].contiguous()},
+        "head_dim=64: backend default for sm_90a takes head_dim 128; nearest is 128",
+    ),
+    "fp32 d_index_q": (
+        {"d_index_q": lambda a: a["d_index_q"].float()},
+        "d_index_q of dtype fp32: backend default for sm_90a takes d_index_q in bf16; pass d_index_q in bf16",
+    ),
+    "fp32 d_weights": (
+        {"d_weights": lambda a: a["d_weights"].float()},
+        "d_weights='fp32': backend default for sm_90a takes d_weights bf16; nearest is bf16",
+    ),
+    "fp16 d_weights": (
+        {"d_weights": lambda a: a["d_weights"].half()},
+        "d_weights='fp16': backend default for sm_90a takes d_weights bf16; nearest is bf16",
+    ),
+    "fp16 d_index_k": (
+        {"d_index_k": lambda a: a["d_index_k"].half()},
+        "d_index_k of dtype fp16: backend default for sm_90a takes d_index_k in bf16 or fp32; pass d_index_k in bf16",
+    ),
+    "index_k of rank 2": (
+        {"index_k": lambda a: a["index_k"].reshape(-1, 128)},
+        "index_k of shape (80, 128): its shape is (B, S_k, D), of rank 3; reshape index_k",
+    ),
+    "index_q of rank 3": (
+        {"index_q": lambda a: a["index_q"][0]},
+        "index_q of shape (6, 64, 128): it is of rank 4; reshape index_q",
+    ),
+    "another batch": (
+        {"index_k": lambda a: a["index_k"][:1]},
+        "index_k of shape (1, 40, 128): with this plan and these index_q and index_k it is (B, S_k, D) = (2, 40, 128)",
+    ),
+    "another S_q": (
+        {"weights": lambda a: a["weights"][:, :5].contiguous()},
+        "weights of shape (2, 5, 64): with this plan and these index_q and index_k it is (B, S_q, H) = (2, 6, 64)",
+    ),
+    "another topk of one tensor": (
+        {"index_score": lambda a: a["index_score"].new_zeros(2, 6, 256)},
+        "index_score of shape (2, 6, 256): with this plan and these index_q and index_k it is (B, S_q, topk) = (2, 6, 128)",
+    ),
+    "d_index_k of another S_k": (
+        {"d_index_k": lambda a: a["d_index_k"][:, :39].contiguous()},
+        "d_index_k of shape (2, 39, 128): with this plan and these index_q and index_k it is (B, S_k, D) = (2, 40, 128)",
+    ),
+    "int64 ids": (
+        {"topk_indices": lambda a: a["topk_indices"].long()},
+        "topk_indices of dtype int64: backend default for sm_90a takes topk_indices in int32; pass topk_indices in int32",
+    ),
+    "bf16 attn_score": (
+        {"attn_score": lambda a: a["attn_score"].bfloat16()},
+        "attn_score of dtype bf16: backend default for sm_90a takes attn_score in fp32; pass attn_score in fp32",
+    ),
+    "fp16 index_q": (
+        {"index_q": lambda a: a["index_q"].half()},
+        "index_q of dtype fp16: backend default for sm_90a takes index_q in bf16; pass index_q in bf16",
+    ),
+    "two losses": (
+        {"grad_loss": lambda a: torch.zeros(2)},
+        "grad_loss of shape (2,): with this plan and these index_q and index_k it is (1) = (1,); pass grad_loss of that shape",
+    ),
+    "strided index_q": (
+        {"index_q": lambda a: narrow(a["index_q"])},
+        "index_q of strides (98304, 16384, 256, 2): it must be contiguous; pass index_q.contiguous()",
+    ),
+    "strided d_weights": (
+        {"d_weights": lambda a: narrow(a["d_weights"])},
+        "d_weights of strides (768, 128, 2): it must be contiguous; pass d_weights.contiguous()",
+    ),
+    "misaligned weights": (
+        {"weights": lambda a: a["weights"].new_zeros(2 * 6 * 64 + 1)[1:].view(2, 6, 64)},
+        "weights at address 0x",
+    ),
+    "overlap of an output with an input": (
+        {"d_index_k": lambda a: a["index_k"]},
+        "index_k and d_index_k: they share memory, and the launch writes one of them; pass separate buffers",
+    ),
+    "overlap of attn_score and index_score": (
+        {"index_score": lambda a: a["attn_score"]},
+        "attn_score and index_score: they share memory, and the launch writes one of them; pass separate buffers",
+    ),
+    "a list": ({"index_k": lambda a: [1, 2]}, "index_k of type list: it must be a torch tensor; pass a torch tensor"),
+    "None": ({"index_score": lambda a: None}, "index_score of type NoneType: it must be a torch tensor"),
+    "no index_q": ({"index_q": lambda a: None}, "index_q of type NoneType: it must be a torch tensor"),
+    "sm_scale 0": ({"sm_scale": lambda a: 0.0}, "sm_scale=0.0: sm_scale must be positive and finite"),
+    "block_I 64": (
+        {"block_I": lambda a: 64},
+        "block_I=64: backend default for sm_90a takes block_I 128; nearest is 128",
+    ),
+    "backend": ({"backend": lambda a: "sm80"}, "backend='sm80': it is not a backend; nearest is sm"),
+    "deterministic": (
+        {"deterministic": lambda a: True},
+        "deterministic=True: backend default for sm_90a takes deterministic false",
+    ),
+    "stream": ({"stream": lambda a: object()}, "stream of type object: it is neither a torch stream"),
+    "small workspace": ({"workspace": lambda a: torch.zeros(8)}, "workspace of 32 bytes: this launch needs 40960"),
+    "no workspace tensor": ({"workspace": lambda a: 7}, "workspace of type int: it must be a torch tensor"),
+    "overlapping workspace": (
+        {"workspace": lambda a: a["index_q"]},
+        "index_q and workspace: they share memory, and the launch writes one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "warm"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name_with_attn_score_untouched(
+    fake: fake_driver.FakeDriver, arguments: dict[str, Any], name: str, warm: bool
+) -> None:
+    """Whether the plan is already loaded, with shapes of the last call at hand, must make no difference."""
+    if warm:
+        dsa_planner.indexer_backward(**arguments)
+        fake.launches.clear()
+    changes, message = BAD[name]
+    bad = {**arguments, **{key: change(arguments) for key, change in changes.items()}}
+    before = bad["attn_score"].clone()
+    with pytest.raises(dsa_planner.DsaPlannerError) as error:
+        dsa_planner.indexer_backward(**bad)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value, ValueError)
+    assert fake.launches == []
+    assert torch.equal(bad["attn_score"], before)
+
+
+@pytest.mark.parametrize("name", [n for n in BAD if not {"backend", "deterministic"} & set(BAD[n][0])])
+def test_plan_launch_refuses_the_same(fake: fake_driver.FakeDriver, arguments: dict[str, Any], name: str) -> None:
+    plan = dsa_planner.load_plan(128)
+    plan.launch(**arguments)
+    fake.launches.clear()
+    changes, _ = BAD[name]
+    bad = {**arguments, **{key: change(arguments) for key, change in changes.items()}}
+    with pytest.raises(dsa_planner.UnsupportedError) as error:
+        plan.launch(**bad)
+    assert "\n" not in str(error.value)
+    assert fake.launches == []
+
+
+def test_tensors_on_the_cpu_or_on_two_devices(
+    fake: fake_driver.FakeDriver, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsa_planner.indexer_backward(**arguments)
+    fake.launches.clear()
+    elsewhere = arguments["index_score"]
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1 if tensor is elsewhere else 0)
+    with pytest.raises(
+        dsa_planner.DeviceMismatchError, match="index_score on cpu: this launch runs on cuda:0; move index_"
+    ):
+        dsa_planner.indexer_backward(**arguments)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: -1)
+    with pytest.raises(dsa_planner.DeviceMismatchError, match="index_q on cpu: the operator runs on CUDA devices"):
+        dsa_planner.indexer_backward(**arguments)
+    assert fake.launches == []
+
+
+def test_the_per_thread_default_stream_takes_no_memory_from_torch(
+    fake: fake_driver.FakeDriver, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(dsa_planner.UnsupportedError, match="stream 2, the per-thread default stream"):
+        dsa_planner.indexer_backward(**arguments, stream=2)
+    dsa_planner.indexer_backward(**arguments, stream=2, workspace=torch.zeros(40960, dtype=torch.uint8))
+    assert {launch.stream for launch in fake.launches} == {2}
+
+
+def test_streams_are_taken_as_callers_have_them(fake: fake_driver.FakeDriver, arguments: dict[str, Any]) -> None:
+    from cuda.bindings import driver
+
+    class TorchLike:
+        cuda_stream = 5
+
+    class Protocol:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, 6
+
+    given = {**arguments, "d_index_k": arguments["d_index_k"].float()}
+    for stream, handle in ((None, 0), (0, 0), (1, 1), (TorchLike(), 5), (Protocol(), 6), (driver.CUstream(7), 7)):
+        fake.launches.clear()
+        dsa_planner.indexer_backward(**given, stream=stream)
+        assert {launch.stream for launch in fake.launches} == {handle}
+
+
+def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:
+    from dsa_planner import driver
+
+    monkeypatch.setattr(driver, "_devices", {})
+    try:
+        driver.cu.cuInit(0)
+    except RuntimeError:
+        with pytest.raises(dsa_planner.DriverError, match="starting CUDA: there is no NVIDIA driver on this machine"):
+            dsa_planner.load_plan(128)
+    else:
+        pytest.skip("this machine has a driver")

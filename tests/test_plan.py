@@ -1,0 +1,302 @@
+"""The runtime against a driver made of Python: what is loaded, checked, packed and launched. No GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import dsa_cases  # noqa: E402
+import fake_driver  # noqa: E402
+
+import dsa_planner  # noqa: E402
+from dsa_planner import launch_record  # noqa: E402
+from dsa_planner.cache.planfile import PlanFile  # noqa: E402
+from dsa_planner.cache.writable import WritableLayer  # noqa: E402
+from dsa_planner.launch_record import LaunchRecord  # noqa: E402
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver:
+    fake = fake_driver.FakeDriver()
+    fake_driver.install(monkeypatch, fake)
+    return fake
+
+
+def outputs(case: dsa_cases.Case, dk_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {
+        "d_index_q": torch.empty_like(case.index_q),
+        "d_weights": torch.empty_like(case.weights),
+        "d_index_k": torch.empty_like(case.index_k, dtype=dk_dtype),
+    }
+
+
+def by_name(launch: fake_driver.Launch, record: LaunchRecord) -> dict[str, Any]:
+    """The parameter values of a launch under their names in the record; a tensor map as (address, number of its encoding)."""
+    kernel = next(kernel for kernel in record.kernels if f"dsa_{kernel.name}_" in launch.symbol)
+    forms = {"pointer": "<Q", "int32": "<i", "float32": "<f", "tensor_map": "<QQ112x"}
+    values: dict[str, Any] = {}
+    for parameter, data in zip(kernel.parameters, launch.parameters, strict=True):
+        unpacked = struct.unpack(forms[parameter.type], data)
+        values[parameter.name] = unpacked if parameter.type == "tensor_map" else unpacked[0]
+    return values
+
+
+def test_a_launch_hands_every_kernel_its_parameters(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
+    plan = dsa_planner.load_plan(128)
+    case = dsa_cases.make(3, 50, 77, 128, loss_coeff=3.0)
+    tensors = {**case.inputs(), **outputs(case, torch.bfloat16)}
+    workspace = torch.empty(plan.workspace_bytes(3, 77), dtype=torch.uint8)
+    plan.launch(**tensors, sm_scale=0.5, loss_coeff=3.0, workspace=workspace, stream=77)
+
+    record = LaunchRecord.parse(compiled.launch)
+    assert [launch.symbol for launch in fake.launches] == [
+        "dsa_score_grad_0",
+        "dsa_gradients_1",
+        "dsa_round_d_index_k_2",
+    ]
+    assert {launch.stream for launch in fake.launches} == {77}
+    assert [(launch.grid, launch.block, launch.shared_bytes) for launch in fake.launches] == [
+        (19, 256, 0),
+        (75, 384, 220160),
+        (15, 256, 0),
+    ]
+    address = {name: tensor.data_ptr() for name, tensor in tensors.items()} | {"dk_accum": workspace.data_ptr()}
+    numbers = {"rows": 150, "keys": 231, "s_q": 50, "id_limit": 77, "id_offset": 77}
+    for launch in fake.launches:
+        for name, value in by_name(launch, record).items():
+            if name == "sm_scale":
+                assert value == 0.5
+            elif name == "loss_scale":
+                assert value == pytest.approx(3.0 / 150)
+            elif isinstance(value, tuple):
+                assert (name, value[0]) == ("index_q", address["index_q"])
+            else:
+                assert value == (numbers | address)[name], name
+    assert fake.shared_limits == {"dsa_gradients_1": 220160}
+    (encode,) = fake.encodes
+    assert encode[1:4] == (2, tensors["index_q"].data_ptr(), [128, 150 * 64])
+    assert [int(stride) for stride in encode[4]] == [256]
+    assert [int(size) for size in encode[5]] == [64, 64]
+    assert encode[8] == fake_driver.real.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+
+
+def test_an_fp32_d_index_k_is_the_accumulator_and_needs_no_rounding(
+    fake: fake_driver.FakeDriver, compiled: PlanFile
+) -> None:
+    plan = dsa_planner.load_plan(128)
+    assert plan.workspace_bytes(1, 9, "fp32") == 0
+    assert plan.workspace_bytes(2, 9) == 4 * 2 * 9 * 128
+    case = dsa_cases.make(1, 4, 9, 128)
+    tensors = {**case.inputs(), **outputs(case)}
+    plan.launch(**tensors)
+    assert len(fake.launches) == 2
+    record = LaunchRecord.parse(compiled.launch)
+    for launch in fake.launches:
+        assert by_name(launch, record)["dk_accum"] == tensors["d_index_k"].data_ptr()
+
+
+def test_global_ids_have_one_limit_and_no_offset(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
+    case = dsa_cases.make(3, 5, 11, 128)
+    dsa_planner.load_plan(128).launch(**case.inputs(), **outputs(case), topk_indices_global=True)
+    values = by_name(fake.launches[1], LaunchRecord.parse(compiled.launch))
+    assert (values["id_limit"], values["id_offset"]) == (33, 0)
+
+
+def test_what_changes_between_launches_is_packed_again(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
+    plan = dsa_planner.load_plan(128)
+    record = LaunchRecord.parse(compiled.launch)
+    case, other = dsa_cases.make(1, 6, 20, 128), dsa_cases.make(2, 9, 31, 128)
+    tensors, others = {**case.inputs(), **outputs(case)}, {**other.inputs(), **outputs(other)}
+
+    def launched(given: dict[str, torch.Tensor], **scalars: Any) -> dict[str, Any]:
+        fake.launches.clear()
+        plan.launch(**given, **scalars)
+        values = [by_name(launch, record) | {"stream": launch.stream} for launch in fake.launches[:2]]
+        return values[0] | values[1]
+
+    start = launched(tensors)
+    assert launched(tensors) == start
+    assert len(fake.encodes) == 1, "nothing changed, so the tensor map stands"
+    assert launched(tensors, sm_scale=0.25)["sm_scale"] == 0.25
+    assert launched(tensors, loss_coeff=12.0)["loss_scale"] == 2.0
+    assert launched(tensors, stream=5)["stream"] == 5
+    assert launched(tensors) == start
+    moved = {**tensors, "weights": tensors["weights"].clone()}
+    assert launched(moved) == start | {"weights": moved["weights"].data_ptr()}
+    assert len(fake.encodes) == 1, "another tensor moved"
+    moved = {**tensors, "index_q": tensors["index_q"].clone()}
+    assert launched(moved)["index_q"] == (moved["index_q"].data_ptr(), 2)
+    shaped = launched(others)
+    assert (shaped["rows"], shaped["keys"], shaped["id_limit"]) == (18, 62, 31)
+    assert fake.encodes[-1][3] == [128, 18 * 64]
+    assert launched(tensors) == start | {"index_q": (tensors["index_q"].data_ptr(), 4)}
+
+
+def test_an_extent_alone_makes_a_new_tensor_map(fake: fake_driver.FakeDriver) -> None:
+    plan = dsa_planner.load_plan(128)
+    case = dsa_cases.make(1, 6, 20, 128)
+    given = {**case.inputs(), **outputs(case)}
+    plan.launch(**given)
+    per_row = ("index_q", "weights", "attn_score", "index_score", "topk_indices", "d_index_q", "d_weights")
+    plan.launch(**{name: tensor[:, :3] if name in per_row else tensor for name, tensor in given.items()})
+    assert [encode[2:4] for encode in fake.encodes] == [
+        (given["index_q"].data_ptr(), [128, 6 * 64]),
+        (given["index_q"].data_ptr(), [128, 3 * 64]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("s_q", "s_k", "symbols"),
+    [
+        (0, 9, ["dsa_score_grad_0"]),
+        (5, 0, ["dsa_score_grad_0", "dsa_gradients_1"]),
+        (0, 0, []),
+    ],
+)
+def test_empty_extents_launch_only_what_has_work(
+    fake: fake_driver.FakeDriver, s_q: int, s_k: int, symbols: list[str]
+) -> None:
+    case = dsa_cases.make(2, s_q, s_k, 128)
+    dsa_planner.load_plan(128).launch(**case.inputs(), **outputs(case))
+    assert [launch.symbol for launch in fake.launches] == symbols
+
+
+def test_another_current_context_is_put_back_even_after_an_error(fake: fake_driver.FakeDriver) -> None:
+    plan = dsa_planner.load_plan(128)
+    case = dsa_cases.make(1, 2, 3, 128)
+    fake.current_context = 0xBAD
+    plan.launch(**case.inputs(), **outputs(case))
+    assert (fake.current_context, fake.pushed) == (0xBAD, [])
+    fake.launch_status = fake_driver.real.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(dsa_planner.DriverError, match=r"launching score_grad of <Plan .*CUDA_ERROR_LAUNCH_FAILED"):
+        plan.launch(**case.inputs(), **outputs(case))
+    assert (fake.current_context, fake.pushed) == (0xBAD, [])
+
+
+def test_threads_launch_one_plan_at_once(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
+    plan = dsa_planner.load_plan(128)
+    record = LaunchRecord.parse(compiled.launch)
+    cases = [dsa_cases.make(1, 3 + number, 10, 128, seed=number) for number in range(6)]
+    given = [{**case.inputs(), **outputs(case)} for case in cases]
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            plan.launch(**given[number], stream=100 + number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fake.launches) == 6 * 50 * 2
+    for launch in fake.launches:
+        number = launch.stream - 100
+        values = by_name(launch, record)
+        assert values["rows"] == 3 + number
+        assert values["attn_score"] == given[number]["attn_score"].data_ptr()
+
+
+def test_a_plan_is_loaded_once(fake: fake_driver.FakeDriver) -> None:
+    assert dsa_planner.load_plan(128) is dsa_planner.load_plan(128)
+    case = dsa_cases.make(1, 2, 3, 128)
+    for _ in range(3):
+        dsa_planner.indexer_backward(**case.inputs())
+    assert len(fake.kernels) == 3
+
+
+def test_a_driver_that_sees_other_parameters_is_believed(fake: fake_driver.FakeDriver) -> None:
+    changes = [
+        lambda symbol, found: found[:-1],
+        lambda symbol, found: [*found, (260, 4)],
+        lambda symbol, found: [(found[0][0] + 16, found[0][1]), *found[1:]],
+        lambda symbol, found: [*found[:-1], (found[-1][0], 8)],
+    ]
+    for change in changes:
+        fake.change_parameters = change
+        with pytest.raises(dsa_planner.PlanFileError, match="kernel score_grad has parameters"):
+            dsa_planner.load_plan(128)
+
+
+def test_a_plan_for_another_arch_is_refused_on_this_device(
+    monkeypatch: pytest.MonkeyPatch, layer: Path, compiled: PlanFile
+) -> None:
+    fake_driver.install(monkeypatch, fake_driver.FakeDriver(capability=(8, 0)))
+    with pytest.raises(
+        dsa_planner.DeviceMismatchError, match=r"backend default on Fake GPU \(compute capability 8\.0\)"
+    ):
+        dsa_planner.load_plan(128)
+    with pytest.raises(dsa_planner.DeviceMismatchError, match=r"for sm_90a on Fake GPU .*: sm_90a runs on 9\.0"):
+        dsa_planner.Plan(compiled, 0)
+
+
+def test_a_backend_that_is_not_built_yet_says_so_on_its_device(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:
+    fake_driver.install(monkeypatch, fake_driver.FakeDriver(capability=(10, 0)))
+    for backend in ("default", "sm100_v2"):
+        with pytest.raises(dsa_planner.UnsupportedError, match="this version does not build it yet"):
+            dsa_planner.load_plan(128, backend=backend)
+
+
+def test_no_gpu_and_no_such_gpu(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:
+    fake_driver.install(monkeypatch, fake_driver.FakeDriver(devices=0))
+    with pytest.raises(dsa_planner.DriverError, match="starting CUDA: there is no GPU"):
+        dsa_planner.load_plan(128)
+    fake_driver.install(monkeypatch, fake_driver.FakeDriver(devices=1))
+    with pytest.raises(dsa_planner.DeviceMismatchError, match="device 7: this process sees 1 devices"):
+        dsa_planner.load_plan(128, device=7)
+
+
+def test_a_missing_plan_names_itself_the_layers_and_the_command(fake: fake_driver.FakeDriver, layer: Path) -> None:
+    with pytest.raises(dsa_planner.PlanNotFoundError) as error:
+        dsa_planner.load_plan(256)
+    text = str(error.value)
+    assert "topk=256" in text
+    assert str(layer) in text
+    assert "run 'dsa-plan precompile --backend default --arch sm_90a --topk 256'" in text
+    assert isinstance(error.value, LookupError)
+
+
+def test_a_damaged_plan_is_a_missing_plan_with_the_reason(fake: fake_driver.FakeDriver, layer: Path) -> None:
+    path = next(layer.rglob("*.dsaplan"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(dsa_planner.PlanNotFoundError, match=f"unusable: {path}: its digest does not match"):
+        dsa_planner.load_plan(128)
+
+
+def test_a_record_that_does_not_fit_the_cubin_is_refused(
+    fake: fake_driver.FakeDriver, compiled: PlanFile, tmp_path: Path
+) -> None:
+    """Such a file can only be made by hand: its digest and plan id are right, and its content is not."""
+    for change, message in (
+        (lambda m: m["kernels"].reverse(), "its kernels are not those of its launch record"),
+        (lambda m: m["identity"]["launch"]["kernels"][0].pop("grid"), "its launch record is malformed"),
+        (lambda m: m["identity"]["launch"]["kernels"][0]["parameters"].pop(), "has parameters"),
+    ):
+        import copy
+
+        manifest = copy.deepcopy(dict(compiled.manifest))
+        change(manifest)
+        with pytest.raises(dsa_planner.PlanFileError, match=message):
+            dsa_planner.Plan(dataclasses.replace(compiled, manifest=manifest), 0)
+
+
+def test_the_writable_layer_serves_the_run_side_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: PlanFile
+) -> None:
+    fake_driver.install(monkeypatch, fake_driver.FakeDriver())
+    monkeypatch.setenv("DSA_PLAN_CACHE_DIR", str(tmp_path / "mine"))
+    WritableLayer(tmp_path / "mine", 1 << 30).publish(compiled)
+    assert dsa_planner.load_plan(128).plan_id == compiled.plan_id
+
+
+def test_tensors_of_the_record_are_those_of_the_operator() -> None:
+    import inspect
+
+    names = list(inspect.signature(dsa_planner.indexer_backward).parameters)
+    assert names[:7] == list(launch_record.TENSORS[:7])
