@@ -1,0 +1,386 @@
+"""The command as a user runs it: a process, its two streams and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsa_planner
+from dsa_planner import envelope
+from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.cache.writable import WritableLayer
+
+ROOT = Path(dsa_planner.__file__).resolve().parents[1]
+
+
+class Command:
+    """Runs dsa-plan with a home of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.layer = home / "layer"
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            "PYTHONPATH": str(ROOT),
+            "DSA_PLAN_CACHE_DIR": str(self.layer),
+        }
+
+    def __call__(self, *arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        out = subprocess.run(
+            [sys.executable, "-m", "dsa_planner.cli.main", *arguments],
+            env={**self.environment, **environment},
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+        )
+        assert out.returncode == code, (out.returncode, out.stdout, out.stderr)
+        assert "Traceback" not in out.stderr
+        return out
+
+    def refused(self, *arguments: str, code: int, **environment: str) -> str:
+        """The one line that a refused command prints."""
+        out = self(*arguments, code=code, **environment)
+        assert out.stdout == ""
+        (line,) = out.stderr.splitlines()
+        assert line.startswith("dsa-plan: ")
+        return line.removeprefix("dsa-plan: ")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    return Command(tmp_path)
+
+
+@pytest.fixture
+def filled(command: Command, compiled: PlanFile) -> Command:
+    """The command with a layer that holds the plan for topk 128."""
+    WritableLayer(command.layer, 1 << 30).publish(compiled)
+    return command
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_precompile_builds_and_then_hits(command: Command) -> None:
+    first = command("precompile", "--topk", "128,256", "--backend", "default", "--arch", "sm_90a")
+    header, *plans, summary = rows(first.stdout)
+    assert header == [
+        "plan",
+        "backend",
+        "arch",
+        "topk",
+        "d_weights",
+        "registers",
+        "spills",
+        "shared",
+        "bytes",
+        "seconds",
+        "status",
+    ]
+    assert [row[1:5] + row[6:8] + [row[10]] for row in plans] == [
+        ["default", "sm_90a", "128", "bf16", "0", "221184", "built"],
+        ["default", "sm_90a", "256", "bf16", "0", "221184", "built"],
+    ]
+    assert summary == ["2", "built;", "layer", str(command.layer)]
+    assert first.stderr == ""
+    before = {path: path.read_bytes() for path in command.layer.rglob("*.dsaplan")}
+    assert len(before) == 2
+    second = command("precompile", "--topk", "128,256", "--backend", "default", "--arch", "sm_90a")
+    assert [row[10] for row in rows(second.stdout)[1:3]] == ["hit", "hit"]
+    assert {path: path.read_bytes() for path in command.layer.rglob("*.dsaplan")} == before
+
+
+def test_precompile_without_arch_and_backend_names_what_it_cannot_build(filled: Command) -> None:
+    out = filled("precompile", "--topk", "128")
+    missing = [row for row in rows(out.stdout) if row[0] == "-"]
+    assert [row[1:3] for row in missing] == [["default", "sm_100f"], ["sm100_v2", "sm_100f"], ["sm90_v2", "sm_90a"]]
+    assert all(row[-3:] == ["not", "built", "yet"] for row in missing)
+    assert "1 hit, 3 not available" in out.stdout
+
+
+def test_precompile_json(filled: Command) -> None:
+    found = json.loads(filled("precompile", "--topk", "128", "--json").stdout)
+    (plan,) = found["plans"]
+    assert plan["status"] == "hit"
+    assert plan["config"] == envelope.plan_config({"arch": "sm_90a", "topk": 128})
+    assert plan["layer"] == str(filled.layer)
+    assert [kernel["name"] for kernel in plan["kernels"]] == ["score_grad", "gradients", "round_d_index_k"]
+    assert {kernel["spill_store_bytes"] for kernel in plan["kernels"]} == {0}
+    assert found["counts"] == {"hit": 1, "built": 0, "missing": 0, "failed": 0}
+    assert {row["reason"] for row in found["not_available"]} == {"not built yet"}
+
+
+def test_precompile_dry_run_compiles_nothing(command: Command) -> None:
+    out = command("precompile", "--topk", "all", "--dry-run")
+    assert len([row for row in rows(out.stdout) if row[-1] == "missing"]) == 16
+    assert not command.layer.exists()
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (
+        ["--topk", "1000"],
+        "topk=1000: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is 1024",
+    ),
+    (
+        ["--topk", "0"],
+        "topk=0: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is 128",
+    ),
+    (["--topk", "64"], "topk=64: backend default for sm_90a takes topk"),
+    (
+        ["--topk", "4096"],
+        "topk=4096: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is 2048",
+    ),
+    (["--topk", "128,1000"], "topk=1000: "),
+    (
+        ["--topk", "128,x"],
+        "--topk '128,x': 'x' is not a number; give numbers separated by commas, for example 128,1024,2048",
+    ),
+    (
+        ["--topk", "128,,256"],
+        "--topk '128,,256': it is a list separated by commas, without empty entries; remove the comma",
+    ),
+    (["--topk", ""], "--topk '': it is a list"),
+    (["--topk", "-128"], "--topk '-128': '-128' is not a number"),
+    (["--topk", "128", "--backend", "fast"], "backend='fast': it is not a backend; nearest is default"),
+    (
+        ["--topk", "128", "--arch", "sm_80"],
+        "arch='sm_80': it is not an arch; nearest is sm_90a (there are sm_90a, sm_100f",
+    ),
+    (["--topk", "128", "--arch", "sm_90a,"], "--arch 'sm_90a,': it is a list"),
+    (["--topk", "128", "--d-weights", "fp16"], "d_weights='fp16': backend default for sm_90a takes d_weights bf16"),
+    (["--topk", "128", "--heads", "32"], "heads=32: backend default for sm_90a takes heads 64; nearest is 64"),
+    (["--topk", "128", "--backend", "default", "--deterministic"], "deterministic=True: backend default for sm_90a"),
+    (
+        ["--topk", "128", "--arch", "sm_100f"],
+        "backend default for sm_100f: the envelope names it, and this version does not",
+    ),
+    (["--topk", "128", "--arch", "sm_90a,sm_100f"], "backend default for sm_100f: the envelope names it"),
+    (["--topk", "128", "--backend", "sm100_v2"], "backend sm100_v2 for sm_100f: the envelope names it"),
+    (["--topk", "128", "--backend", "default,sm90_v2"], "backend sm90_v2 for sm_90a: the envelope names it"),
+    (
+        ["--topk", "128", "--backend", "sm90_v2", "--arch", "sm_100f"],
+        "--backend sm90_v2 --arch sm_100f: the envelope has no",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+def test_precompile_refuses_in_one_line_and_does_nothing(command: Command, arguments: list[str], message: str) -> None:
+    assert command.refused("precompile", *arguments, code=2).startswith(message)
+    assert not command.layer.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--topk"],
+        ["--topk", "128", "--jobs", "0"],
+        ["--topk", "128", "--colour"],
+        ["--topk", "128", "--timeout", "x"],
+    ],
+)
+def test_usage_errors_have_exit_code_2(command: Command, arguments: list[str]) -> None:
+    out = command("precompile", *arguments, code=2)
+    assert out.stdout == ""
+    assert "Error: " in out.stderr
+
+
+def test_no_compiler_is_exit_code_4(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m; every = m.distributions\n"
+        "m.distributions = lambda **k: [d for d in every(**k) if 'cutlass' not in (d.metadata['Name'] or '')]\n"
+    )
+    line = command.refused("precompile", "--topk", "128", code=4, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert line == (
+        "package nvidia-cutlass-dsl: compiling a plan needs it and it is not installed; pip install 'dsa-planner[compile]'"
+    )
+
+
+def test_layers_that_cannot_be_written_are_exit_code_5(command: Command) -> None:
+    (command.home / "file").touch()
+    for place in (command.home / "file", command.home / "file" / "below", Path("/proc/none")):
+        line = command.refused("precompile", "--topk", "128", code=5, DSA_PLAN_CACHE_DIR=str(place))
+        assert line.startswith(f"cannot write {place}")
+        assert line.endswith("set DSA_PLAN_CACHE_DIR to a folder that can be written")
+    line = command.refused("precompile", "--topk", "128", code=5, DSA_PLAN_CACHE_DIR="none")
+    assert line.startswith("no writable layer: ")
+
+
+def test_a_full_cache_folder_is_exit_code_5_and_nothing_is_half_written(command: Command) -> None:
+    command.layer.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(command.layer)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        out = command("precompile", "--topk", "128", code=5)
+        assert "No space left on device; free some space or set DSA_PLAN_CACHE_DIR to another folder" in out.stderr
+        assert rows(out.stdout)[1][-1] == "failed"
+        assert list(command.layer.rglob("*.dsaplan")) == []
+        assert list((command.layer / "tmp").iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(command.layer)], check=True)
+
+
+def test_home_unset_works_or_is_one_line(command: Command, compiled: PlanFile) -> None:
+    del command.environment["HOME"], command.environment["DSA_PLAN_CACHE_DIR"]
+    out = command("list")
+    assert "plans in " in out.stdout
+    image = command.home / "image"
+    WritableLayer(image, 1 << 30).publish(compiled)
+    out = command("precompile", "--topk", "128", DSA_PLAN_PATH=str(image), DSA_PLAN_CACHE_DIR="none")
+    assert "1 hit" in out.stdout
+
+
+def test_list_shows_every_layer_and_what_is_wrong(filled: Command, compiled: PlanFile) -> None:
+    image = filled.home / "image"
+    WritableLayer(image, 1 << 30).publish(compiled)
+    path = next(image.rglob("*.dsaplan"))
+    path.write_bytes(path.read_bytes()[:-1])
+    out = filled("list", DSA_PLAN_PATH=f"{image}:{filled.home / 'missing'}")
+    header, damaged, good, *_ = out.stdout.splitlines()
+    assert header.split() == [
+        "plan",
+        "build",
+        "backend",
+        "arch",
+        "topk",
+        "d_weights",
+        "bytes",
+        "used",
+        "layer",
+        "state",
+    ]
+    assert "its digest does not match its content" in damaged
+    assert good.split()[2:6] == ["default", "sm_90a", "128", "bf16"]
+    assert good.rstrip().endswith("intact")
+    assert f"2 plans in {image}, {filled.home / 'missing'}, {filled.layer}" in out.stdout
+    found = json.loads(filled("list", "--json", DSA_PLAN_PATH=str(image)).stdout)
+    assert [(row["layer"], row["writable"]) for row in found] == [(str(image), False), (str(filled.layer), True)]
+    assert found[0]["problem"]
+    assert found[1]["config"]["topk"] == 128
+
+
+def test_list_does_not_count_as_use(filled: Command) -> None:
+    path = next(filled.layer.rglob("*.dsaplan"))
+    os.utime(path, (1, 1))
+    filled("list")
+    assert path.stat().st_mtime == 1
+
+
+def test_show_by_prefix(filled: Command, compiled: PlanFile) -> None:
+    text = filled("show", compiled.plan_id[:6]).stdout
+    for part in (compiled.plan_id, compiled.build_id, "nvidia-cutlass-dsl ", "dsa_gradients_1", "220160"):
+        assert part in text
+    found = json.loads(filled("show", compiled.plan_id, "--json").stdout)
+    assert found["manifest"] == json.loads(json.dumps(dict(compiled.manifest)))
+
+
+def test_show_extracts_sections(filled: Command, compiled: PlanFile) -> None:
+    assert filled("show", compiled.plan_id, "--extract", "ptx").stdout.encode() == compiled.sections["ptx"]
+    target = filled.home / "plan.cubin"
+    assert filled("show", compiled.plan_id, "--extract", "cubin", "-o", str(target)).stdout == ""
+    assert target.read_bytes() == compiled.cubin
+    line = filled.refused("show", compiled.plan_id, "--extract", "sass", code=2)
+    assert line == "--extract sass: this plan has the sections cubin and ptx; name one of them"
+    line = filled.refused("show", compiled.plan_id, "--extract", "cubin", "-o", "/proc/none", code=5)
+    assert line.startswith("cannot write /proc/none: ")
+
+
+def test_show_of_no_plan_is_exit_code_3(filled: Command) -> None:
+    for prefix in ("ffff", "zz", "../x", "/"):
+        assert filled.refused("show", prefix, code=3).startswith(f"plan {prefix}: no intact plan in {filled.layer}")
+
+
+def test_show_of_an_ambiguous_prefix(filled: Command) -> None:
+    from small_plans import small_plan
+
+    for number in range(40):
+        WritableLayer(filled.layer, 1 << 30).publish(small_plan(number))
+    line = filled.refused("show", "", code=3)
+    assert "41 plans begin so" in line
+    assert line.endswith("give more digits")
+
+
+def test_explain_prints_the_whole_envelope(command: Command) -> None:
+    text = command("explain").stdout
+    assert len(text.splitlines()) == 1 + len(envelope.ENVELOPE)
+    assert json.loads(command("explain", "--json").stdout) == envelope.table()
+
+
+def test_explain_says_whether_a_request_is_supported_and_compiled(filled: Command, compiled: PlanFile) -> None:
+    out = filled("explain", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert out.stdout.startswith("supported: operator=indexer_backward backend=default arch=sm_90a ")
+    assert f"plan {compiled.plan_id}; in {filled.layer}" in out.stdout
+    out = filled("explain", "--topk", "256")
+    lines = out.stdout.splitlines()
+    assert lines[0].endswith("not compiled yet")
+    assert [line.partition(":")[0] for line in lines] == ["supported", "refused", "refused", "refused"]
+
+
+def test_explain_of_a_refused_request_names_the_nearest(command: Command) -> None:
+    out = command("explain", "--topk", "1000", "--backend", "default", "--arch", "sm_90a", code=2)
+    reason = "topk=1000: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; nearest is 1024"
+    assert out.stdout == f"refused: {reason}\n"
+    assert out.stderr == f"dsa-plan: {reason}\n"
+    found = json.loads(command("explain", "--topk", "1000", "--backend", "default", "--json", code=2).stdout)
+    assert {row["refused"] for row in found} > {reason}
+
+
+def test_version_of_settings_is_checked(command: Command) -> None:
+    line = command.refused("precompile", "--topk", "128", code=2, DSA_PLAN_CACHE_BYTES="1G")
+    assert line.startswith("DSA_PLAN_CACHE_BYTES='1G': it is a number of bytes")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; sys.argv = ['dsa-plan', '--help']\n"
+        "from dsa_planner.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "sys.stderr.write(' '.join(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=True
+    )
+    assert "precompile" in out.stdout
+    assert not {"pydantic", "diskcache", "cutlass", "cuda", "torch", "elftools", "numpy"} & set(out.stderr.split())
+
+
+def test_a_closed_pipe_is_no_error(filled: Command) -> None:
+    process = subprocess.run(
+        f"{sys.executable} -m dsa_planner.cli.main show {next(filled.layer.rglob('*.dsaplan')).parent.name} --json | head -1",
+        shell=True, env=filled.environment, cwd=filled.home, capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.stdout == "{\n"
+    assert process.stderr == ""
+
+
+def test_an_interrupted_precompile_leaves_nothing_half_written(command: Command) -> None:
+    import signal
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dsa_planner.cli.main", "precompile", "--topk", "all", "-j", "1"],
+        env=command.environment, cwd=command.home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(command.layer.rglob("*.dsaplan")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "dsa-plan: interrupted; what was finished is kept, and nothing is half written"
+    finished: list[Any] = list(command.layer.rglob("*.dsaplan"))
+    assert 1 <= len(finished) < 16
+    assert list((command.layer / "tmp").iterdir()) == []
+    assert len(json.loads(command("list", "--json").stdout)) == len(finished)
