@@ -6,6 +6,8 @@ machine with the compiler, ``dsa-plan precompile --topk 128,256,384,1024,2048`` 
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -50,8 +52,8 @@ def run(case: dsa_cases.Case, dk_dtype: torch.dtype = torch.float32) -> tuple[to
 def check(case: dsa_cases.Case, score_grad: torch.Tensor, result: dict[str, torch.Tensor]) -> dict[str, float]:
     """Compare a call with the oracle; the rms errors against the exact answer.
 
-    The bound is that of the backend's definition: with A rounded to bf16, what is left is the rounding of bf16
-    stores, and 3e-4 for gates that fall the other way where S is nearly 0.
+    The bound is that of the backend's definition, with A rounded to bf16: what is left is the rounding of bf16 stores, and
+    1e-4 for an A that fp32 and fp64 round to different bf16 neighbours (about one in 20,000).
     """
     stage1 = oracle.rms_error(score_grad, dsa_cases.expected_score_gradient(case))
     assert stage1 < 1e-6
@@ -61,7 +63,7 @@ def check(case: dsa_cases.Case, score_grad: torch.Tensor, result: dict[str, torc
         want = getattr(defined, name)
         floor = 0.0 if value.dtype == torch.float32 else oracle.rms_error(want.to(value.dtype), want)
         left = oracle.rms_error(value, want)
-        assert left < 1.02 * floor + 3e-4, f"{name}: {left:.3e}; the store alone gives {floor:.3e}"
+        assert left < 1.02 * floor + 1e-4, f"{name}: {left:.3e}; the store alone gives {floor:.3e}"
     return {name: oracle.rms_error(value, getattr(exact, name)) for name, value in result.items()}
 
 
@@ -229,3 +231,4 @@ def test_200_random_packed_shapes_with_one_plan_a_topk() -> None:
             worst[name] = max(worst.get(name, 0.0), value)
     print({name: f"{value:.3e}" for name, value in worst.items()})
     assert {id(plan) for plan in dsa_planner.operators._plans.values()} == {id(plan) for plan in loaded.values()}
+    assert not {"cutlass", "pydantic", "typer", "rich", "diskcache"} & set(sys.modules), "nothing was compiled"
