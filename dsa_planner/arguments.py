@@ -7,18 +7,26 @@ launch with a wrong tensor therefore never touches attn_score.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from dsa_planner.envelope import INT32_MAX, Support, describe
+from dsa_planner.envelope import MAX_EXTENT, Support, describe
 from dsa_planner.errors import DeviceMismatchError, UnsupportedError
 from dsa_planner.launch_record import TENSORS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ArgumentCheck", "Tensors", "check_alignment", "check_overlap", "dtype_name"]
+__all__ = [
+    "ArgumentCheck",
+    "Tensors",
+    "check_addresses",
+    "check_alignment",
+    "check_overlap",
+    "dtype_name",
+    "require_tensor",
+]
 
 _SHAPES: Mapping[str, tuple[str, ...]] = {
     "index_q": ("B", "S_q", "H", "D"),
@@ -45,6 +53,8 @@ Tensors: TypeAlias = "Sequence[torch.Tensor]"
 """The tensors of a launch, in the order of ``launch_record.TENSORS``."""
 _TORCH_NAMES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64"}
 ALIGNMENT = 16
+_NOT_AS_EXPECTED = (AttributeError, TypeError, ValueError, RuntimeError)
+"""What asking a wrong argument raises: it is no tensor, has another rank, or is a tensor without such a property."""
 
 
 def dtype_name(dtype: Any) -> str:
@@ -78,6 +88,8 @@ class ArgumentCheck:
         }
         self._bf16, self._fp32, self._int32 = torch.bfloat16, torch.float32, torch.int32
         self.uint8 = torch.uint8
+        self.count_write = _write_counter(torch.autograd.graph.increment_version)
+        """Tell autograd that tensors were written."""
         by_name = {"bf16": torch.bfloat16, "fp32": torch.float32}
         self._d_weights = by_name[config["d_weights"]]
         self.d_index_k_names = {by_name[name]: name for name in row.d_index_k}
@@ -95,8 +107,7 @@ class ArgumentCheck:
                 heads == self.heads
                 and dims == key_dims == self.head_dim
                 and key_batch == batch
-                and batch * s_q * heads <= INT32_MAX
-                and batch * s_k <= INT32_MAX
+                and max(batch, s_q, s_k, batch * s_q * heads, batch * s_k) <= MAX_EXTENT
                 and weights.shape == (batch, s_q, heads)
                 and attn_score.shape == scores
                 and index_score.shape == scores
@@ -114,8 +125,9 @@ class ArgumentCheck:
                 and attn_score.is_contiguous()
                 and index_score.is_contiguous()
                 and topk_indices.is_contiguous()
+                and not any(tensor.is_neg() for tensor in tensors)
             )
-        except (AttributeError, TypeError, ValueError):  # not a tensor, or of another rank: explain() says which
+        except _NOT_AS_EXPECTED:  # explain() says what
             return False
 
     def outputs_ok(self, tensors: Tensors) -> bool:
@@ -136,18 +148,16 @@ class ArgumentCheck:
                 and d_weights.is_contiguous()
                 and d_index_k.is_contiguous()
             )
-        except (AttributeError, TypeError):
+        except _NOT_AS_EXPECTED:
             return False
 
     def workspace_ok(self, workspace: torch.Tensor, needed_bytes: int) -> bool:
         """Whether a caller-supplied workspace serves."""
         try:
             return (
-                workspace.get_device() == self.device
-                and workspace.is_contiguous()
-                and workspace.numel() * workspace.element_size() >= needed_bytes
+                workspace.get_device() == self.device and workspace.is_contiguous() and workspace.nbytes >= needed_bytes
             )
-        except (AttributeError, TypeError):
+        except _NOT_AS_EXPECTED:
             return False
 
     def explain(self, tensors: Sequence[Any]) -> NoReturn:
@@ -164,33 +174,27 @@ class ArgumentCheck:
         for name, tensor in given.items():
             self._explain_shape(name, tensor, extents)
             self._explain_placement(name, tensor)
-        rows, keys = extents["B"] * extents["S_q"] * extents["H"], extents["B"] * extents["S_k"]
-        if max(rows, keys) > INT32_MAX:
+        batch, s_q, s_k = extents["B"], extents["S_q"], extents["S_k"]
+        if max(batch, s_q, s_k, batch * s_q * extents["H"], batch * s_k) > MAX_EXTENT:
             raise UnsupportedError(
-                f"B * S_q * H = {rows} and B * S_k = {keys}", f"both must be at most {INT32_MAX}", "split the batch"
+                f"B={batch}, S_q={s_q}, S_k={s_k}",
+                f"B, S_q, S_k, B * S_q * H and B * S_k must be at most {MAX_EXTENT}",
+                "split the batch or the queries",
             )
         raise AssertionError(f"a check refused arguments that look right: {tensors!r}")
 
     def explain_workspace(self, workspace: Any, needed_bytes: int) -> NoReturn:
         """Find what is wrong with a workspace that ``workspace_ok`` refused."""
-        if not hasattr(workspace, "get_device"):
-            raise UnsupportedError(
-                f"workspace of type {type(workspace).__name__}",
-                "it must be a torch tensor",
-                "pass torch.empty(..., dtype=torch.uint8)",
-            )
+        require_tensor("workspace", workspace)
         self._explain_placement("workspace", workspace)
         raise UnsupportedError(
-            f"workspace of {workspace.numel() * workspace.element_size()} bytes",
+            f"workspace of {workspace.nbytes} bytes",
             f"this launch needs {needed_bytes}",
             "allocate plan.workspace_bytes(...) bytes, or pass none",
         )
 
     def _explain_kind(self, name: str, tensor: Any) -> None:
-        if not all(hasattr(tensor, attribute) for attribute in ("shape", "dtype", "get_device", "data_ptr")):
-            raise UnsupportedError(
-                f"{name} of type {type(tensor).__name__}", "it must be a torch tensor", "pass a torch tensor"
-            )
+        require_tensor(name, tensor)
         rank = len(_SHAPES[name])
         if len(tensor.shape) != rank and not (name == "grad_loss" and tensor.numel() == 1):
             raise UnsupportedError(
@@ -236,9 +240,57 @@ class ArgumentCheck:
                 f"this launch runs on cuda:{self.device}",
                 f"move {name} to cuda:{self.device}",
             )
+        if tensor.is_neg():
+            raise UnsupportedError(
+                f"{name} with the negative bit", "its memory holds the negated values", f"pass {name}.resolve_neg()"
+            )
         if not tensor.is_contiguous():
             raise UnsupportedError(
                 f"{name} of strides {tuple(tensor.stride())}", "it must be contiguous", f"pass {name}.contiguous()"
+            )
+
+
+def _write_counter(increment: Callable[..., None]) -> Callable[[Tensors], None]:
+    """torch's increment_version for several tensors, which it took one at a time in older versions."""
+
+    def one_by_one(tensors: Tensors) -> None:
+        for tensor in tensors:
+            increment(tensor)
+
+    try:
+        increment(())
+    except (AttributeError, TypeError, RuntimeError):
+        return one_by_one
+    return increment
+
+
+def require_tensor(name: str, tensor: Any) -> None:
+    """Refuse what is no plain strided tensor.
+
+    Raises:
+        UnsupportedError: it names the argument and its type.
+    """
+    try:
+        tuple(tensor.shape), tensor.dtype, tensor.get_device(), tensor.is_contiguous(), tensor.is_neg(), tensor.nbytes
+        tensor.data_ptr()
+    except _NOT_AS_EXPECTED:
+        raise UnsupportedError(
+            f"{name} of type {type(tensor).__name__}", "it must be a dense torch tensor", "pass a torch.Tensor"
+        ) from None
+
+
+def check_addresses(names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> None:
+    """Refuse a tensor that has elements and no memory, such as a fake one or the wrapper of a distributed one.
+
+    Raises:
+        UnsupportedError: it names the tensor.
+    """
+    if all(addresses):
+        return
+    for name, address, size in zip(names, addresses, sizes, strict=True):
+        if size and not address:
+            raise UnsupportedError(
+                f"{name} without memory", "it has elements and no address", f"pass a plain tensor: {name}.to_local()"
             )
 
 

@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 
 from dsa_planner.errors import DeviceMismatchError, DriverError
 
-__all__ = ["Device", "call", "cu", "device", "name_of_failure"]
+__all__ = ["Device", "call", "cu", "device", "invoke", "name_of_failure"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NO_DRIVER = "install the NVIDIA driver, or run this on a machine with a GPU"
@@ -35,6 +35,21 @@ def call(what: str, result: tuple[Any, ...]) -> Any:
             what, f"the CUDA driver answered {name_of_failure(status)}", "see the CUDA driver's error codes"
         )
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def invoke(what: str, function: str, *arguments: Any, end: Any = None) -> Any:
+    """Call a driver function by name; its value, or None where it answers ``end``.
+
+    Raises:
+        DriverError: the driver has no such function, or the call failed.
+    """
+    try:
+        result = getattr(cu, function)(*arguments)
+    except RuntimeError as error:  # cuda.bindings found no such function in the driver
+        raise DriverError(
+            what, f"the driver has no {function}, so it is older than CUDA 12.4", "update the NVIDIA driver"
+        ) from error
+    return None if end is not None and result[0] == end else call(what, result)
 
 
 def name_of_failure(status: Any) -> str:

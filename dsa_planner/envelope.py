@@ -34,8 +34,9 @@ __all__ = [
     "support_of",
 ]
 
-INT32_MAX = 2**31 - 1
-INF = float("inf")
+MAX_EXTENT = 2**30
+"""Bound of batch, S_q, S_k, batch * S_q * heads and batch * S_k: kernels count in 32 bits, with room to step over."""
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -194,24 +195,38 @@ def require_built(row: Support) -> str:
     return row.kernel
 
 
-def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int) -> None:
-    """Check the scalar arguments of a launch.
+def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int, topk_indices_global: bool) -> None:
+    """Check the scalar arguments of a launch. The kernels take them in fp32, so they must be there what they are here.
 
     Raises:
-        UnsupportedError: sm_scale is not a positive finite number, loss_coeff not a finite one, or block_I not
-        supported.
+        UnsupportedError: sm_scale is not a positive fp32 number, loss_coeff not an fp32 number, either of them would
+            become subnormal, infinite or zero in fp32, block_I is not supported, or topk_indices_global is no bool.
     """
-    floats = type(sm_scale) is type(loss_coeff) is float
-    if floats and 0.0 < sm_scale < INF and -INF < loss_coeff < INF and block_I in row.block_I:
+    if (
+        type(sm_scale) is type(loss_coeff) is float
+        and FLOAT32_MIN <= sm_scale <= FLOAT32_MAX
+        and (FLOAT32_MIN <= loss_coeff <= FLOAT32_MAX or -FLOAT32_MAX <= loss_coeff <= -FLOAT32_MIN)
+        and block_I in row.block_I
+        and type(topk_indices_global) is bool
+    ):
         return
     for name, value in (("sm_scale", sm_scale), ("loss_coeff", loss_coeff)):
         if type(value) not in (float, int):
             raise UnsupportedError(f"{name}={value!r}", f"{name} must be a Python number", f"pass float({name})")
-    if not 0.0 < sm_scale < INF:
-        raise UnsupportedError(f"sm_scale={sm_scale!r}", "sm_scale must be positive and finite", "use for example 1.0")
-    if not float("-inf") < loss_coeff < INF:
-        raise UnsupportedError(f"loss_coeff={loss_coeff!r}", "loss_coeff must be finite", "use for example 1.0")
+    limits = f"{FLOAT32_MIN:.4g} and {FLOAT32_MAX:.4g}"
+    if not FLOAT32_MIN <= sm_scale <= FLOAT32_MAX:
+        raise UnsupportedError(
+            f"sm_scale={sm_scale!r}", f"sm_scale must be positive, between {limits}", "use for example 1.0"
+        )
+    if loss_coeff != 0 and not FLOAT32_MIN <= abs(loss_coeff) <= FLOAT32_MAX:
+        raise UnsupportedError(
+            f"loss_coeff={loss_coeff!r}", f"loss_coeff must be 0, or of a size between {limits}", "use for example 1.0"
+        )
     _check_value("block_I", block_I, row.block_I, row)
+    if type(topk_indices_global) is not bool:
+        raise UnsupportedError(
+            f"topk_indices_global={topk_indices_global!r}", "it must be True or False", "pass bool(topk_indices_global)"
+        )
 
 
 def describe(allowed: Iterable[Any]) -> str:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsa_planner.arguments import Tensors, check_alignment, check_overlap
+from dsa_planner.arguments import Tensors, check_addresses, check_alignment, check_overlap
 from dsa_planner.driver import call, cu
 from dsa_planner.launch_record import PARAMETER_BYTES, TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
 
@@ -63,7 +63,8 @@ class Shape:
     ) -> None:
         self.ids_are_flat = ids_are_flat
         self.device = tensors[0].get_device()
-        self.expected = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        # The negative bit comes from conjugated complex numbers, so only an fp32 tensor can have it.
+        self.expected = [(tensor.dtype, tensor.shape, tensor.itemsize == 4) for tensor in tensors]
         batch, s_q, s_k = tensors[0].shape[0], tensors[0].shape[1], tensors[2].shape[1]
         self.rows, keys = batch * s_q, batch * s_k
         self.values: dict[str, int] = {
@@ -84,18 +85,19 @@ class Shape:
         """(kernel, CTAs) of the kernels that have something to do, in launch order."""
 
     def admits(self, tensors: Sequence[Any]) -> bool:
-        """Whether these tensors, or as many of them as are given, look like those that this was made from."""
+        """Whether these tensors look like those that this was made from."""
         device = self.device
         try:
-            for tensor, (dtype, shape) in zip(tensors, self.expected, strict=False):
+            for tensor, (dtype, shape, may_be_negative) in zip(tensors, self.expected, strict=True):
                 if (
                     tensor.dtype is not dtype
                     or tensor.shape != shape
                     or tensor.get_device() != device
                     or not tensor.is_contiguous()
+                    or (may_be_negative and tensor.is_neg())
                 ):
                     return False
-        except AttributeError:  # not a tensor
+        except (AttributeError, TypeError, RuntimeError):  # not a dense tensor
             return False
         return True
 
@@ -143,8 +145,9 @@ class BlockLayout:
 class Block:
     """The memory from which the driver reads the parameters of one launch, and the launch configurations.
 
-    Used by one launch at a time. ``parameters`` has, for each kernel of the record, the address of its parameter
-    pointers; ``configs`` its CUlaunchConfig.
+    Used by one launch at a time, and thrown away by one whose packing failed: what it then holds is unknown.
+    ``parameters`` has, for each kernel of the record, the address of its parameter pointers; ``configs`` its
+    CUlaunchConfig.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -212,7 +215,6 @@ class Block:
     def _pack_addresses(self, shape: Shape, addresses: list[int]) -> None:
         """Pack the pointers, and encode a tensor map again where its address or an extent has changed."""
         layout = self.layout
-        self._addresses = []  # until all of it is packed
         places = [shape.places[name] for name in layout.pointers]
         layout.pointer_pack.pack_into(self._values, 0, *[addresses[position] + offset for position, offset in places])
         for index, (name, tensor_map) in enumerate(layout.maps.items()):
@@ -253,6 +255,7 @@ class Block:
 
 
 def _check_placement(shape: Shape, addresses: Sequence[int]) -> None:
+    check_addresses(_NAMES, addresses, shape.sizes)
     check_alignment(_NAMES, addresses)
     check_overlap(_NAMES, addresses, shape.sizes, _WRITTEN)
 

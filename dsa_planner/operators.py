@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsa_planner import envelope, streams
-from dsa_planner.arguments import ArgumentCheck, dtype_name
+from dsa_planner.arguments import ArgumentCheck, dtype_name, require_tensor
 from dsa_planner.driver import device as open_device
 from dsa_planner.errors import DeviceMismatchError, PlanNotFoundError, UnsupportedError
 from dsa_planner.locate import find_plan
@@ -78,8 +78,7 @@ def indexer_backward(
         backend: see ``dsa-plan explain``.
         workspace: scratch of at least ``Plan.workspace_bytes`` bytes; allocated where None.
         deterministic: d_index_k bitwise reproducible, with a backend that takes it.
-        deterministic_dk_planes: accepted for the sake of callers of the peer's operator, and ignored: the
-        deterministic mode
+        deterministic_dk_planes: accepted for callers of cuDNN frontend's operator, and ignored: the deterministic mode
             here has no planes to choose.
 
     Returns:
@@ -92,15 +91,16 @@ def indexer_backward(
         DriverError: the driver is missing or refused a call.
     """
     del deterministic_dk_planes
-    try:
-        ordinal = index_q.get_device()
-        key = (
-            backend, ordinal, index_q.shape[2], index_q.shape[3], topk_indices.shape[-1],
-            None if d_weights is None else d_weights.dtype, deterministic,
-        )  # fmt: skip
-        plan = _plans.get(key)
-    except (AttributeError, IndexError, TypeError):
-        plan = None
+    plan = None
+    if type(deterministic) is bool:  # 0 and False are one key of a dictionary
+        try:
+            key = (
+                backend, index_q.get_device(), index_q.shape[2], index_q.shape[3], topk_indices.shape[-1],
+                None if d_weights is None else d_weights.dtype, deterministic,
+            )  # fmt: skip
+            plan = _plans.get(key)
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # the slow way says what is wrong
+            pass
     # An output that is left out will look like the input that it is the gradient of, so that stands in for the checks.
     inputs = (index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss)
     looks = (
@@ -110,8 +110,10 @@ def indexer_backward(
         index_k if d_index_k is None else d_index_k,
     )
     if plan is None:
-        plan = _plan_for_call(looks, d_weights, backend, deterministic, (sm_scale, loss_coeff, block_I))
-    envelope.check_scalars(plan.row, sm_scale, loss_coeff, block_I)
+        plan = _plan_for_call(
+            looks, d_weights, backend, deterministic, (sm_scale, loss_coeff, block_I, topk_indices_global)
+        )
+    envelope.check_scalars(plan.row, sm_scale, loss_coeff, block_I, topk_indices_global)
     shape = plan.shape_of(looks, topk_indices_global)
     handle = streams.handle_of(stream, plan.device)
     if d_index_q is None or d_weights is None or d_index_k is None:
@@ -128,7 +130,7 @@ def load_plan(
     topk: int,
     *,
     backend: str = "default",
-    device: int = 0,
+    device: int | str | torch.device = 0,
     heads: int = 64,
     head_dim: int = 128,
     d_weights: str = "bf16",
@@ -139,7 +141,7 @@ def load_plan(
     Args:
         topk: selected keys of a query.
         backend: see ``dsa-plan explain``.
-        device: ordinal of the device, which decides the arch.
+        device: the device, which decides the arch: its ordinal, "cuda:0", or a torch.device.
         heads: indexer heads, H.
         head_dim: dimensions of a head, D.
         d_weights: dtype of the d_weights output, "bf16" or "fp32".
@@ -156,11 +158,11 @@ def load_plan(
         "backend": backend, "topk": topk, "heads": heads, "head_dim": head_dim, "d_weights": d_weights,
         "deterministic": deterministic,
     }  # fmt: skip
-    return _load(request, device)
+    return _load(request, _ordinal_of(device))
 
 
 def _plan_for_call(
-    tensors: Sequence[Any], d_weights: Any, backend: str, deterministic: bool, scalars: tuple[float, float, int]
+    tensors: Sequence[Any], d_weights: Any, backend: str, deterministic: bool, scalars: tuple[float, float, int, bool]
 ) -> Plan:
     """The plan that a call's tensors ask for, by the slow way: first every check that needs neither device nor plan.
 
@@ -169,14 +171,11 @@ def _plan_for_call(
         d_weights: as the caller gave it.
         backend: see ``indexer_backward``.
         deterministic: see ``indexer_backward``.
-        scalars: sm_scale, loss_coeff and block_I.
+        scalars: sm_scale, loss_coeff, block_I and topk_indices_global.
     """
     index_q, topk_indices = tensors[0], tensors[5]
     for name, tensor, rank in (("index_q", index_q, 4), ("topk_indices", topk_indices, 3)):
-        if not hasattr(tensor, "get_device"):
-            raise UnsupportedError(
-                f"{name} of type {type(tensor).__name__}", "it must be a torch tensor", "pass a torch tensor"
-            )
+        require_tensor(name, tensor)
         if len(tensor.shape) != rank:
             raise UnsupportedError(f"{name} of shape {tuple(tensor.shape)}", f"it is of rank {rank}", f"reshape {name}")
     heads, head_dim, topk = (int(extent) for extent in (*index_q.shape[2:], topk_indices.shape[-1]))
@@ -204,6 +203,25 @@ def _plan_for_call(
     return plan
 
 
+def _ordinal_of(device: Any) -> int:
+    """The ordinal of a device as callers name it.
+
+    Raises:
+        UnsupportedError: it is no CUDA device.
+    """
+    if type(device) is int:
+        return device
+    try:
+        named = torch.device(device)
+    except (TypeError, RuntimeError):
+        named = None
+    if named is None or named.type != "cuda":
+        raise UnsupportedError(
+            f"device={device!r}", "it is no CUDA device", 'give its ordinal, or for example "cuda:0"'
+        )
+    return torch.cuda.current_device() if named.index is None else named.index
+
+
 def _first_row(request: Mapping[str, Any]) -> envelope.Support:
     """The first row of the backend that takes the request, on whatever arch.
 
@@ -222,6 +240,7 @@ def _first_row(request: Mapping[str, Any]) -> envelope.Support:
 
 
 def _load(request: Mapping[str, Any], ordinal: int) -> Plan:
+    _first_row(request)  # before the device and before any cache, so that a wrong value is refused the same way always
     key = ("config", ordinal, *sorted(request.items()))
     with _lock:
         plan = _plans.get(key)
@@ -232,7 +251,6 @@ def _load(request: Mapping[str, Any], ordinal: int) -> Plan:
 
 def _open(request: Mapping[str, Any], ordinal: int) -> Plan:
     backend = request["backend"]
-    _first_row(request)  # before the device, so that a wrong value is refused the same way on every machine
     target = open_device(ordinal)
     rows = envelope.rows_for_capability(backend, target.capability)
     if not rows:

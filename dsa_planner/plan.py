@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsa_planner import envelope, streams
-from dsa_planner.arguments import ArgumentCheck, Tensors
+from dsa_planner.arguments import ArgumentCheck, Tensors, dtype_name
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.driver import Device, call, cu, device, name_of_failure
-from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError
+from dsa_planner.driver import Device, call, cu, device, invoke, name_of_failure
+from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError, UnsupportedError
 from dsa_planner.launch_block import Block, BlockLayout, Shape, workspace_bytes
 from dsa_planner.launch_record import PARAMETER_BYTES, KernelLaunch, LaunchRecord
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
+_NO_SUCH_PARAMETER = cu.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 class Plan:
@@ -63,11 +64,12 @@ class Plan:
         self._target = target
         try:
             self._record = LaunchRecord.parse(file.launch)
-            self._functions = _load(file, self._record, target)
+            symbols = _symbols(file, self._record)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanFileError(
                 f"plan {self.plan_id}", f"its launch record is malformed ({error})", "build it again"
             ) from None
+        self._functions = _load(file, self._record, symbols, target)
         self.check = ArgumentCheck(self.row, self.config, ordinal)
         self._layout = BlockLayout(self._record)
         self._blocks: list[Block] = []  # free ones; a launch takes one, so that threads do not meet
@@ -79,10 +81,28 @@ class Plan:
         backend, arch, topk = (self.config[name] for name in ("backend", "arch", "topk"))
         return f"<Plan {self.plan_id[:12]} {backend} {arch} topk={topk} on cuda:{self.device}>"
 
-    def workspace_bytes(self, batch: int, s_k: int, d_index_k: str = "bf16") -> int:
-        """Bytes of workspace that a launch needs: 4 * batch * s_k * head_dim, rounded up, for bf16 d_index_k, or 0."""
+    def workspace_bytes(self, batch: int, s_k: int, d_index_k: str | torch.dtype = "bf16") -> int:
+        """Bytes of workspace that a launch needs.
+
+        Args:
+            batch: B.
+            s_k: S_k.
+            d_index_k: dtype of d_index_k, "bf16" or "fp32", or the torch dtype.
+
+        Returns:
+            4 * batch * s_k * head_dim, rounded up, for a bf16 d_index_k; 0 for an fp32 one.
+
+        Raises:
+            UnsupportedError: another dtype, or an extent that is no count.
+        """
+        dtype = d_index_k if isinstance(d_index_k, str) else dtype_name(d_index_k)
+        if dtype not in self.row.d_index_k:
+            raise envelope.refusal("d_index_k", dtype, "d_index_k cannot have this dtype", self.row.d_index_k)
+        for name, extent in (("batch", batch), ("s_k", s_k)):
+            if type(extent) is not int or extent < 0:
+                raise UnsupportedError(f"{name}={extent!r}", f"{name} must be a count", f"give {name} as an integer")
         values = {**self._constants, "keys": batch * s_k, "rows": 0, "s_q": 0, "id_limit": 0, "id_offset": 0}
-        return workspace_bytes(self._record.buffers, values, d_index_k)
+        return workspace_bytes(self._record.buffers, values, dtype)
 
     def launch(
         self,
@@ -116,14 +136,15 @@ class Plan:
 
         Raises:
             UnsupportedError: a value, shape, dtype, stride or alignment outside the contract; buffers that overlap.
-            DeviceMismatchError: a tensor on another device.
-            DriverError: the driver refused a launch.
+            DeviceMismatchError: a tensor or the stream on another device.
+            DriverError: the driver refused a launch. If it refused another than the first, attn_score has been
+                overwritten: compute it again before a second try.
         """
         tensors = (
             index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss,
             d_index_q, d_weights, d_index_k,
         )  # fmt: skip
-        envelope.check_scalars(self.row, sm_scale, loss_coeff, block_I)
+        envelope.check_scalars(self.row, sm_scale, loss_coeff, block_I, topk_indices_global)
         shape = self.shape_of(tensors, topk_indices_global)
         handle = streams.handle_of(stream, self.device)
         self.launch_checked(shape, tensors, sm_scale, loss_coeff, workspace, handle)
@@ -139,7 +160,7 @@ class Plan:
             if not (self.check.inputs_ok(tensors) and self.check.outputs_ok(tensors)):
                 self.check.explain(tensors)
             dk_dtype = self.check.d_index_k_names[tensors[9].dtype]
-            shape = Shape(self._record, self._constants, tensors, bool(topk_indices_global), dk_dtype)
+            shape = Shape(self._record, self._constants, tensors, topk_indices_global, dk_dtype)
             self._shape = shape
         return shape
 
@@ -161,9 +182,11 @@ class Plan:
             block = self._blocks.pop()
         except IndexError:
             block = Block(self._layout)
+        block.pack(shape, addresses, sm_scale, loss_coeff, stream)
         try:
-            block.pack(shape, addresses, sm_scale, loss_coeff, stream)
-            if int(cu.cuCtxGetCurrent()[1]) == self._target.context_address:
+            # Autograd counts writes, to notice that a tensor which it saved has changed since.
+            self.check.count_write((tensors[3], *tensors[7:]))
+            if int(call("reading the current context", cu.cuCtxGetCurrent())) == self._target.context_address:
                 self._launch_kernels(block, shape)
             else:
                 with self._target.current():
@@ -190,48 +213,47 @@ class Plan:
         return workspace
 
 
-def _load(file: PlanFile, record: LaunchRecord, target: Device) -> list[Any]:
-    """Load a cubin and force its kernels in; their functions, in the record's order."""
+def _symbols(file: PlanFile, record: LaunchRecord) -> list[tuple[str, list[tuple[int, int]]]]:
+    """For each kernel of the record, its symbol and the (offset, size) of each parameter, from the manifest.
+
+    Raises:
+        ValueError, KeyError, TypeError: the manifest does not fit the record.
+    """
     entries = file.manifest["kernels"]
     if [entry["name"] for entry in entries] != [kernel.name for kernel in record.kernels]:
-        raise PlanFileError(f"plan {file.plan_id}", "its kernels are not those of its launch record", "build it again")
-    library = call(
-        f"loading the cubin of plan {file.plan_id[:12]}", cu.cuLibraryLoadData(file.cubin, [], [], 0, [], [], 0)
-    )
+        raise ValueError("its kernels are not those of the manifest")
+    return [(str(entry["symbol"]), [(int(at), int(size)) for at, size in entry["parameters"]]) for entry in entries]
+
+
+def _load(
+    file: PlanFile, record: LaunchRecord, symbols: list[tuple[str, list[tuple[int, int]]]], target: Device
+) -> list[Any]:
+    """Load a cubin and force its kernels in; their functions, in the record's order."""
+    what = f"loading plan {file.plan_id[:12]}"
+    library = invoke(what, "cuLibraryLoadData", file.cubin, [], [], 0, [], [], 0)
     functions = []
     with target.current():
-        for entry, kernel in zip(entries, record.kernels, strict=True):
-            symbol = entry["symbol"]
-            handle = call(f"finding kernel {symbol}", cu.cuLibraryGetKernel(library, symbol.encode()))
-            _check_parameters(file, entry, kernel, handle)
+        for kernel, (symbol, parameters) in zip(record.kernels, symbols, strict=True):
+            handle = invoke(what, "cuLibraryGetKernel", library, symbol.encode())
+            _check_parameters(file, kernel, parameters, handle)
             if kernel.shared_bytes:
                 attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                call(
-                    f"asking for {kernel.shared_bytes} bytes of shared memory for {symbol}",
-                    cu.cuKernelSetAttribute(attribute, kernel.shared_bytes, handle, target.handle),
-                )
-            functions.append(call(f"loading kernel {symbol}", cu.cuKernelGetFunction(handle)))
+                invoke(what, "cuKernelSetAttribute", attribute, kernel.shared_bytes, handle, target.handle)
+            functions.append(invoke(what, "cuKernelGetFunction", handle))
     return functions
 
 
-def _check_parameters(file: PlanFile, entry: Mapping[str, Any], kernel: KernelLaunch, handle: Any) -> None:
+def _check_parameters(file: PlanFile, kernel: KernelLaunch, parameters: list[tuple[int, int]], handle: Any) -> None:
     """Refuse a cubin whose parameters, as the driver sees them, are not those of the manifest and the launch record."""
-    found: list[list[int]] = []
-    while True:
-        try:
-            status, *info = cu.cuKernelGetParamInfo(handle, len(found))
-        except RuntimeError as error:  # cuda.bindings: the driver has no such function
-            raise DriverError(
-                "checking a plan", "the driver is older than CUDA 12.4", "update the NVIDIA driver"
-            ) from error
-        if status == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
-            break
-        call("reading a kernel's parameters", (status, *info))
-        found.append([int(info[0]), int(info[1])])
+    found: list[tuple[int, int]] = []
+    while (
+        info := invoke("checking a plan", "cuKernelGetParamInfo", handle, len(found), end=_NO_SUCH_PARAMETER)
+    ) is not None:
+        found.append((int(info[0]), int(info[1])))
     sizes = [PARAMETER_BYTES[parameter.type] for parameter in kernel.parameters]
-    if found != [list(pair) for pair in entry["parameters"]] or [size for _, size in found] != sizes:
+    if found != parameters or [size for _, size in found] != sizes:
         raise PlanFileError(
             f"plan {file.plan_id}",
-            f"kernel {kernel.name} has parameters {found} (offset, size), not {entry['parameters']} with sizes {sizes}",
+            f"kernel {kernel.name} has parameters {found} (offset, size), not {parameters} with sizes {sizes}",
             "build it again",
         )

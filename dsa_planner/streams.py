@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from dsa_planner.errors import UnsupportedError
+from dsa_planner.errors import DeviceMismatchError, UnsupportedError
 
 __all__ = ["allocating_on", "current_handle", "handle_of"]
 
@@ -26,25 +26,35 @@ def handle_of(stream: Any, device: int) -> int:
 
     Raises:
         UnsupportedError: it is none of these.
+        DeviceMismatchError: a torch stream of another device.
     """
     if stream is None:
         return current_handle(device)
-    if type(stream) is int:
-        return stream
-    handle = getattr(stream, "cuda_stream", None)
-    if isinstance(handle, int):
-        return handle
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
-    try:
-        return int(stream)
-    except (TypeError, ValueError):
+    handle = _named_handle(stream)
+    if handle is None or not 0 <= handle < 2**64:
         raise UnsupportedError(
-            f"stream of type {type(stream).__name__}",
+            f"stream {stream!r}" if type(stream) is int else f"stream of type {type(stream).__name__}",
             "it is neither a torch stream, nor a driver stream, nor a handle",
             "pass torch.cuda.current_stream(), or None for it",
-        ) from None
+        )
+    owner = getattr(stream, "device", None)
+    if owner is not None and getattr(owner, "index", device) not in (device, None):
+        raise DeviceMismatchError(
+            f"stream of {owner}", f"this launch runs on cuda:{device}", f"pass a stream of cuda:{device}"
+        )
+    return handle
+
+
+def _named_handle(stream: Any) -> int | None:
+    """The handle that an object names, or None if it is no stream."""
+    if type(stream) is int:
+        return stream
+    if isinstance(handle := getattr(stream, "cuda_stream", None), int):
+        return handle
+    if callable(protocol := getattr(stream, "__cuda_stream__", None)):
+        answer = protocol()
+        return answer[1] if isinstance(answer, tuple) and len(answer) == 2 and type(answer[1]) is int else None
+    return int(stream) if type(stream).__module__.startswith("cuda.bindings") else None
 
 
 def _find_current_handle() -> Callable[[int], int]:
@@ -92,5 +102,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def _on_stream(handle: int, device: int) -> Iterator[None]:
     import torch
 
-    with torch.cuda.stream(torch.cuda.ExternalStream(handle, device=device)):  # type: ignore[no-untyped-call]
+    # Not ExternalStream(0): torch takes 0 for "make a new stream", and memory would be reused in that one's order.
+    own = torch.cuda.ExternalStream
+    stream = own(handle, device=device) if handle else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
         yield

@@ -27,7 +27,8 @@ What bounds it: one 512-byte fp32 add and one 256-byte gather a (row, slot) pair
 adds is not fixed, so d_index_k differs in the last bits between runs; d_index_q and d_weights are reproducible bit
 for bit.
 
-Invalid slots contribute nothing: their g' is 0, and their K row is zero, so that no stale byte reaches d_index_q.
+Invalid slots contribute nothing: their g' is 0, and their K row is zero, so that no stale byte, which may be a NaN,
+reaches d_index_q.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +65,9 @@ DK_PITCH = 136
 DQ_PITCH = 136
 WARP_STAGE = WARP_SLOTS * DK_PITCH  # fp32 elements
 
-Q_ROWS_BOUND = 1 << 30  # static extent of the tensor map's outer mode; the real one is in the map
+# Static extent of the outer mode that TMA coordinates run over. The real extent is in the tensor map, and the support
+# envelope keeps rows * heads within this one.
+Q_ROWS_BOUND = 1 << 30
 
 
 class Work(NamedTuple):
@@ -339,11 +342,12 @@ class Gradients:
                 warpgroup.wait_group(0)
                 self.gate(s, a, w, dw, arch.shuffle_sync(grad, group), arch.shuffle_sync(grad, group + 8))
 
-                gemm(dk_mma, dk, a, dk_from_q[None, None, None, q_stage], False)
-                # A of the last tile is free once all four warps have passed their wait for its dQ product.
+                # A of the last tile is free once all four warps have passed their wait for its dQ product. It is stored
+                # before the dK product is issued: the ISA forbids even reading A's registers while a wgmma uses them.
                 arch.barrier(barrier_id=barrier_id, number_of_threads=32 * MATH_WARPS)
                 cute.copy(a_store, a_as_s, a_to_shared[None, None, None, worker])
                 arch.fence_proxy("async.shared", space="cta")
+                gemm(dk_mma, dk, a, dk_from_q[None, None, None, q_stage], False)
                 arch.barrier(barrier_id=barrier_id, number_of_threads=32 * MATH_WARPS)
                 gemm(dq_mma, dq, dq_from_a[None, None, None, worker], dq_from_k[None, None, None, k_stage], tile > 0)
 
@@ -393,7 +397,7 @@ class Gradients:
                 for i in cutlass.range_constexpr(2):
                     grad = grad_low if j == 0 else grad_high
                     score = scores[4 * n + 2 * j + i]
-                    dw[2 * n + i] = dw[2 * n + i] + grad * arch.fmax(score, 0.0)
+                    dw[2 * n + i] = dw[2 * n + i] + grad * arch.fmax(score, 0.0, nan=True)
                     scores[4 * n + 2 * j + i] = grad * w[2 * n + i] if score > 0.0 else Float32(0.0)
         cute.make_tensor(a.iterator, scores.layout).store(scores.load().to(BFloat16))
 

@@ -49,7 +49,7 @@ def score_gradient(
     scale = loss_coeff * float(grad_loss) / (batch * s_q) if batch * s_q else 0.0
     for b, rows in _chunks(batch, s_q, 5 * 8 * topk, max_bytes):
         target, predicted = xp.float64(attn_score[b, rows]), xp.float64(index_score[b, rows])
-        gi = -xp.maximum(target, EPS) * scale * xp.float64(predicted >= EPS)
+        gi = xp.where(predicted >= EPS, -xp.maximum(target, EPS) * scale, 0.0)
         result[b, rows] = gi - predicted * gi.sum(-1)[:, None]
     return result
 
@@ -95,7 +95,7 @@ def gradients(
             continue
         ids = xp.where(valid, ids, 0) + (0 if topk_indices_global else b * s_k)
         q, w = xp.float64(index_q[b, rows]), xp.float64(weights[b, rows])
-        k = xp.float64(keys[ids])  # (rows, topk, D)
+        k = xp.where(valid[:, :, None], xp.float64(keys[ids]), 0.0)  # (rows, topk, D)
         grad = xp.where(valid, xp.float64(score_grad[b, rows]) * sm_scale, 0.0)
         s = k @ xp.transpose(q)  # (rows, topk, H)
         d_weights[b, rows] = (grad[:, :, None] * xp.maximum(s, 0.0)).sum(1)

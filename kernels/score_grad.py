@@ -6,6 +6,8 @@ One kernel, shared by every backend of an architecture, so that their stage 1 ag
     gi[t]         = -max(attn_score[t], eps) * loss_scale * grad_loss[0]    where index_score[t] >= eps, else 0
     attn_score[t] = gi[t] - index_score[t] * sum(gi)
 
+A NaN in attn_score makes its row NaN, unless index_score masks the slot; a NaN in index_score makes its own slot NaN.
+
 ``loss_scale`` is loss_coeff / (batch * S_q).  One warp holds a whole row in registers, so each element is read once
 and written once and no two warps meet; the sum runs over the lane's own elements in slot order, then over the lanes as
 a butterfly, which makes it reproducible.  The kernel also zeroes the fp32 accumulator that stage 2 adds d_index_k rows
@@ -68,7 +70,7 @@ class ScoreGrad:
             cute.autovec_copy(predicted[None, v], p[None, v])
         total = Float32(0.0)
         for e in cutlass.range_constexpr(VECTOR * self.vectors):
-            gi = -arch.fmax(g[e], EPS) * scale
+            gi = -arch.fmax(g[e], EPS, nan=True) * scale
             if not (p[e] >= EPS):
                 gi = Float32(0.0)
             g[e] = gi

@@ -89,24 +89,46 @@ def test_what_has_no_default_is_asked_for(missing: str) -> None:
 @pytest.mark.parametrize(
     ("scalars", "message"),
     [
-        ((0.0, 1.0, 128), "sm_scale=0.0: sm_scale must be positive and finite; use for example 1.0"),
-        ((-1.0, 1.0, 128), "sm_scale=-1.0: sm_scale must be positive and finite"),
-        ((float("nan"), 1.0, 128), "sm_scale=nan: sm_scale must be positive and finite"),
-        ((float("inf"), 1.0, 128), "sm_scale=inf: sm_scale must be positive and finite"),
-        ((1.0, float("nan"), 128), "loss_coeff=nan: loss_coeff must be finite"),
-        ((1.0, float("-inf"), 128), "loss_coeff=-inf: loss_coeff must be finite"),
-        (("1", 1.0, 128), "sm_scale='1': sm_scale must be a Python number; pass float(sm_scale)"),
-        ((1.0, 1.0, 64), "block_I=64: backend default for sm_90a takes block_I 128; nearest is 128"),
+        (
+            (0.0, 1.0, 128, False),
+            "sm_scale=0.0: sm_scale must be positive, between 1.175e-38 and 3.403e+38; use for example 1.0",
+        ),
+        ((-1.0, 1.0, 128, False), "sm_scale=-1.0: sm_scale must be positive"),
+        ((float("nan"), 1.0, 128, False), "sm_scale=nan: sm_scale must be positive"),
+        ((float("inf"), 1.0, 128, False), "sm_scale=inf: sm_scale must be positive"),
+        ((1e39, 1.0, 128, False), "sm_scale=1e+39: sm_scale must be positive"),
+        ((1e-39, 1.0, 128, False), "sm_scale=1e-39: sm_scale must be positive"),
+        ((10**400, 1.0, 128, False), "sm_scale=1000"),
+        ((True, 1.0, 128, False), "sm_scale=True: sm_scale must be a Python number"),
+        (
+            (1.0, float("nan"), 128, False),
+            "loss_coeff=nan: loss_coeff must be 0, or of a size between 1.175e-38 and 3.403e+38",
+        ),
+        ((1.0, float("-inf"), 128, False), "loss_coeff=-inf: loss_coeff must be 0, or of a size"),
+        ((1.0, -1e40, 128, False), "loss_coeff=-1e+40: loss_coeff must be 0, or of a size"),
+        ((1.0, 1e-45, 128, False), "loss_coeff=1e-45: loss_coeff must be 0, or of a size"),
+        (("1", 1.0, 128, False), "sm_scale='1': sm_scale must be a Python number; pass float(sm_scale)"),
+        ((1.0, 1.0, 64, False), "block_I=64: backend default for sm_90a takes block_I 128; nearest is 128"),
+        ((1.0, 1.0, 128, "False"), "topk_indices_global='False': it must be True or False; pass bool(topk_indices"),
+        ((1.0, 1.0, 128, 1), "topk_indices_global=1: it must be True or False"),
     ],
 )
-def test_scalars_of_a_launch(scalars: tuple[float, float, int], message: str) -> None:
+def test_scalars_of_a_launch(scalars: tuple[float, float, int, bool], message: str) -> None:
     with pytest.raises(UnsupportedError) as error:
         envelope.check_scalars(envelope.ENVELOPE[0], *scalars)
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("scalars", [(1.0, 1.0, 128), (1, 0, 128), (1e-30, -3.5, 128)])
-def test_good_scalars_pass(scalars: tuple[float, float, int]) -> None:
+@pytest.mark.parametrize(
+    "scalars",
+    [
+        (1.0, 1.0, 128, False),
+        (1, 0, 128, True),
+        (1e-30, -3.5, 128, False),
+        (3.4028234663852886e38, 2.0**-126, 128, False),
+    ],
+)
+def test_good_scalars_pass(scalars: tuple[float, float, int, bool]) -> None:
     envelope.check_scalars(envelope.ENVELOPE[0], *scalars)
 
 

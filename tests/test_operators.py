@@ -73,6 +73,16 @@ def narrow(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
+class WithoutMemory(torch.Tensor):
+    """As distributed and fake tensors are: a shape, a device, and the address 0."""
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def __new__(cls, like: torch.Tensor) -> WithoutMemory:
+        return torch.Tensor._make_subclass(cls, like)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "topk 1000": (
         {name: lambda a, n=name: a[n].new_zeros(2, 6, 1000) for name in ("attn_score", "index_score", "topk_indices")},
@@ -173,10 +183,49 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"index_score": lambda a: a["attn_score"]},
         "attn_score and index_score: they share memory, and the launch writes one of them; pass separate buffers",
     ),
-    "a list": ({"index_k": lambda a: [1, 2]}, "index_k of type list: it must be a torch tensor; pass a torch tensor"),
-    "None": ({"index_score": lambda a: None}, "index_score of type NoneType: it must be a torch tensor"),
-    "no index_q": ({"index_q": lambda a: None}, "index_q of type NoneType: it must be a torch tensor"),
-    "sm_scale 0": ({"sm_scale": lambda a: 0.0}, "sm_scale=0.0: sm_scale must be positive and finite"),
+    "sm_scale beyond fp32": ({"sm_scale": lambda a: 1e39}, "sm_scale=1e+39: sm_scale must be positive, between"),
+    "loss_coeff beyond fp32": ({"loss_coeff": lambda a: 1e-60}, "loss_coeff=1e-60: loss_coeff must be 0, or of a size"),
+    "ids neither local nor global": (
+        {"topk_indices_global": lambda a: "False"},
+        "topk_indices_global='False': it must be True or False; pass bool(topk_indices_global)",
+    ),
+    "an integer for deterministic": (
+        {"deterministic": lambda a: 0},
+        "deterministic=0: deterministic must be true or false; give deterministic as true or false",
+    ),
+    "the negative bit": (
+        {"grad_loss": lambda a: torch.tensor([1 + 0.75j]).conj().imag},
+        "grad_loss with the negative bit: its memory holds the negated values; pass grad_loss.resolve_neg()",
+    ),
+    "a negated view": (
+        {"index_score": lambda a: torch._neg_view(a["index_score"])},
+        "index_score with the negative bit: its memory holds the negated values",
+    ),
+    "a sparse tensor": (
+        {"index_score": lambda a: a["index_score"].to_sparse()},
+        "index_score of type Tensor: it must be a dense torch tensor",
+    ),
+    "a nested tensor": (
+        {"index_q": lambda a: torch.nested.nested_tensor([torch.zeros(3), torch.zeros(4)])},
+        "index_q of type Tensor: it must be a dense torch tensor",
+    ),
+    "a tensor without memory": (
+        {"index_k": lambda a: WithoutMemory(a["index_k"])},
+        "index_k without memory: it has elements and no address; pass a plain tensor: index_k.to_local()",
+    ),
+    "a boolean stream": ({"stream": lambda a: True}, "stream of type bool: it is neither a torch stream"),
+    "a stream of text": ({"stream": lambda a: "5"}, "stream of type str: it is neither"),
+    "a stream of a tensor": ({"stream": lambda a: torch.tensor(4)}, "stream of type Tensor: it is neither"),
+    "a stream of a float": ({"stream": lambda a: 3.5}, "stream of type float: it is neither"),
+    "a negative stream": ({"stream": lambda a: -1}, "stream -1: it is neither"),
+    "a stream beyond 64 bits": ({"stream": lambda a: 2**64}, "stream 18446744073709551616: it is neither"),
+    "a list": (
+        {"index_k": lambda a: [1, 2]},
+        "index_k of type list: it must be a dense torch tensor; pass a torch.Tensor",
+    ),
+    "None": ({"index_score": lambda a: None}, "index_score of type NoneType: it must be a dense torch tensor"),
+    "no index_q": ({"index_q": lambda a: None}, "index_q of type NoneType: it must be a dense torch tensor"),
+    "sm_scale 0": ({"sm_scale": lambda a: 0.0}, "sm_scale=0.0: sm_scale must be positive"),
     "block_I 64": (
         {"block_I": lambda a: 64},
         "block_I=64: backend default for sm_90a takes block_I 128; nearest is 128",
@@ -188,7 +237,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stream": ({"stream": lambda a: object()}, "stream of type object: it is neither a torch stream"),
     "small workspace": ({"workspace": lambda a: torch.zeros(8)}, "workspace of 32 bytes: this launch needs 40960"),
-    "no workspace tensor": ({"workspace": lambda a: 7}, "workspace of type int: it must be a torch tensor"),
+    "no workspace tensor": ({"workspace": lambda a: 7}, "workspace of type int: it must be a dense torch tensor"),
     "overlapping workspace": (
         {"workspace": lambda a: a["index_q"]},
         "index_q and workspace: they share memory, and the launch writes one of them",
@@ -271,6 +320,83 @@ def test_streams_are_taken_as_callers_have_them(fake: fake_driver.FakeDriver, ar
         fake.launches.clear()
         dsa_planner.indexer_backward(**given, stream=stream)
         assert {launch.stream for launch in fake.launches} == {handle}
+
+
+def test_a_stream_of_another_device_is_refused(fake: fake_driver.FakeDriver, arguments: dict[str, Any]) -> None:
+    class Elsewhere:
+        cuda_stream = 0
+        device = torch.device("cuda:1")
+
+    with pytest.raises(dsa_planner.DeviceMismatchError, match="stream of cuda:1: this launch runs on cuda:0"):
+        dsa_planner.indexer_backward(**arguments, stream=Elsewhere())
+    assert fake.launches == []
+
+
+@pytest.mark.parametrize(("stream", "expected"), [(0, "default"), (1, "default"), (55, 55), (9, None), (None, None)])
+def test_memory_comes_from_the_launch_streams_pool(
+    fake: fake_driver.FakeDriver,
+    arguments: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: int | None,
+    expected: object,
+) -> None:
+    """With torch's current stream at 9. ExternalStream(0) would be a new stream of torch's, not the default one."""
+    from contextlib import contextmanager
+
+    from dsa_planner import streams
+
+    entered: list[object] = []
+
+    @contextmanager
+    def enter(stream: object) -> Any:
+        entered.append(stream)
+        yield
+
+    monkeypatch.setattr(streams, "_current_handle", lambda device: 9)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    given = {name: value for name, value in arguments.items() if name != "d_weights"}
+    dsa_planner.indexer_backward(**given, stream=stream)
+    assert entered == ([] if expected is None else [expected] * 2), "once for outputs, once for the workspace"
+    assert {launch.stream for launch in fake.launches} == {9 if stream is None else stream}
+
+
+def test_autograd_is_told_of_the_writes(fake: fake_driver.FakeDriver, arguments: dict[str, Any]) -> None:
+    before = {name: tensor._version for name, tensor in arguments.items()}
+    dsa_planner.indexer_backward(**arguments)
+    written = {name for name, tensor in arguments.items() if tensor._version != before[name]}
+    assert written == {"attn_score", "d_index_q", "d_weights", "d_index_k"}
+    saved = arguments["attn_score"].clone().requires_grad_()
+    loss = (saved * saved).sum()
+    dsa_planner.indexer_backward(**{**arguments, "attn_score": saved.detach()})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda", 0), "cuda"])
+def test_a_device_by_any_name(fake: fake_driver.FakeDriver, device: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert dsa_planner.load_plan(128, device=device) is dsa_planner.load_plan(128)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"topk": 128.0}, "topk=128.0: topk must be an integer"),
+        ({"topk": [128]}, r"topk=\[128\]: topk must be an integer"),
+        ({"deterministic": 0}, "deterministic=0: deterministic must be true or false"),
+        ({"device": 0.0}, "device=0.0: it is no CUDA device"),
+        ({"device": "cpu"}, "device='cpu': it is no CUDA device"),
+        ({"device": None}, "device=None: it is no CUDA device"),
+    ],
+)
+def test_a_loaded_plan_does_not_excuse_a_wrong_request(
+    fake: fake_driver.FakeDriver, request_: dict[str, Any], message: str
+) -> None:
+    dsa_planner.load_plan(128)
+    with pytest.raises(dsa_planner.UnsupportedError, match=message):
+        dsa_planner.load_plan(**{"topk": 128, **request_})
 
 
 def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:

@@ -180,6 +180,92 @@ def test_another_current_context_is_put_back_even_after_an_error(fake: fake_driv
     assert (fake.current_context, fake.pushed) == (0xBAD, [])
 
 
+def test_a_refused_launch_leaves_nothing_behind(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
+    """Whatever goes wrong while a launch is packed, the next one is packed as if it had not been."""
+    plan = dsa_planner.load_plan(128)
+    record = LaunchRecord.parse(compiled.launch)
+    case = dsa_cases.make(1, 6, 20, 128)
+    given = {**case.inputs(), **outputs(case)}
+    plan.launch(**given)
+    first = [by_name(launch, record) for launch in fake.launches]
+    encode = fake.cuTensorMapEncodeTiled
+
+    def fail(*arguments: Any) -> tuple[Any, ...]:
+        return (fake_driver.real.CUresult.CUDA_ERROR_INVALID_VALUE, None)
+
+    moved = {**given, "index_q": given["index_q"].clone()}
+    fake.cuTensorMapEncodeTiled = fail  # type: ignore[method-assign]
+    with pytest.raises(dsa_planner.DriverError, match="encoding a tensor map"):
+        plan.launch(**moved)
+    fake.cuTensorMapEncodeTiled = encode  # type: ignore[method-assign]
+    with pytest.raises(dsa_planner.UnsupportedError, match="they share memory"):
+        plan.launch(**{**given, "d_weights": given["weights"]})
+    for wrong in ({"sm_scale": 1e39}, {"loss_coeff": 10**400}, {"sm_scale": -1.0}):
+        with pytest.raises(dsa_planner.UnsupportedError):
+            plan.launch(**given, **wrong)
+    fake.launches.clear()
+    plan.launch(**given)
+    again = [by_name(launch, record) for launch in fake.launches]
+    for before, after in zip(first, again, strict=True):
+        before.pop("index_q", None), after.pop("index_q", None)
+        assert before == after
+
+
+def test_the_workspace_a_plan_asks_for(fake: fake_driver.FakeDriver) -> None:
+    plan = dsa_planner.load_plan(128)
+    assert plan.workspace_bytes(2, 9, torch.bfloat16) == plan.workspace_bytes(2, 9, "bf16") == 4 * 2 * 9 * 128
+    assert plan.workspace_bytes(2, 9, torch.float32) == plan.workspace_bytes(2, 9, "fp32") == 0
+    with pytest.raises(dsa_planner.UnsupportedError, match="d_index_k='bfloat16'"):
+        plan.workspace_bytes(1, 1, "bfloat16")
+    with pytest.raises(dsa_planner.UnsupportedError, match="d_index_k='fp16'"):
+        plan.workspace_bytes(1, 1, torch.float16)
+    with pytest.raises(dsa_planner.UnsupportedError, match="batch=-1: batch must be a count"):
+        plan.workspace_bytes(-1, 1)
+
+
+def test_extents_beyond_what_kernels_count(fake: fake_driver.FakeDriver) -> None:
+    plan = dsa_planner.load_plan(128)
+    for batch, s_q, s_k in ((0, 5, 2**31), (0, 2**31, 5), (1, 2**24 + 1, 5)):
+        like = {"bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32}
+
+        def empty(dtype: str, *shape: int, like: dict[str, torch.dtype] = like) -> torch.Tensor:
+            return torch.empty(shape, dtype=like[dtype], device="meta" if 0 not in shape else "cpu")
+
+        tensors = {
+            "index_q": empty("bf16", batch, s_q, 64, 128),
+            "weights": empty("bf16", batch, s_q, 64),
+            "index_k": empty("bf16", batch, s_k, 128),
+            "attn_score": empty("fp32", batch, s_q, 128),
+            "index_score": empty("fp32", batch, s_q, 128),
+            "topk_indices": empty("int32", batch, s_q, 128),
+            "grad_loss": torch.ones(1),
+            "d_index_q": empty("bf16", batch, s_q, 64, 128),
+            "d_weights": empty("bf16", batch, s_q, 64),
+            "d_index_k": empty("fp32", batch, s_k, 128),
+        }
+        with pytest.raises(dsa_planner.UnsupportedError, match="must be at most 1073741824; split the batch"):
+            plan.launch(**tensors)
+
+
+def test_a_driver_that_lost_its_context_is_an_error(fake: fake_driver.FakeDriver) -> None:
+    """As in a forked child."""
+    plan = dsa_planner.load_plan(128)
+    case = dsa_cases.make(1, 2, 3, 128)
+    fake.cuCtxGetCurrent = lambda: (fake_driver.real.CUresult.CUDA_ERROR_NOT_INITIALIZED, None)  # type: ignore[method-assign]
+    with pytest.raises(dsa_planner.DriverError, match="CUDA_ERROR_NOT_INITIALIZED"):
+        plan.launch(**case.inputs(), **outputs(case))
+
+
+@pytest.mark.parametrize("function", ["cuLibraryLoadData", "cuKernelGetParamInfo", "cuKernelGetFunction"])
+def test_a_driver_that_is_too_old_says_so(fake: fake_driver.FakeDriver, function: str) -> None:
+    def missing(*arguments: Any) -> None:
+        raise RuntimeError(f'Function "{function}" not found')  # as cuda.bindings does
+
+    setattr(fake, function, missing)
+    with pytest.raises(dsa_planner.DriverError, match=f"the driver has no {function}, so it is older than CUDA 12.4"):
+        dsa_planner.load_plan(128)
+
+
 def test_threads_launch_one_plan_at_once(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
     plan = dsa_planner.load_plan(128)
     record = LaunchRecord.parse(compiled.launch)
@@ -274,7 +360,9 @@ def test_a_record_that_does_not_fit_the_cubin_is_refused(
 ) -> None:
     """Such a file can only be made by hand: its digest and plan id are right, and its content is not."""
     for change, message in (
-        (lambda m: m["kernels"].reverse(), "its kernels are not those of its launch record"),
+        (lambda m: m["kernels"].reverse(), "its launch record is malformed .its kernels are not those of the manifest"),
+        (lambda m: m["kernels"][0].pop("symbol"), "its launch record is malformed"),
+        (lambda m: m["kernels"][0].update(parameters=[7]), "its launch record is malformed"),
         (lambda m: m["identity"]["launch"]["kernels"][0].pop("grid"), "its launch record is malformed"),
         (lambda m: m["identity"]["launch"]["kernels"][0]["parameters"].pop(), "has parameters"),
     ):

@@ -94,6 +94,26 @@ def test_the_threshold_of_stage_1_is_exp_of_minus_100() -> None:
     np.testing.assert_allclose(oracle.score_gradient(target, predicted, 1.0)[0, 0], want, rtol=1e-12, atol=0)
 
 
+def test_invalid_slots_contribute_nothing_whatever_lies_there() -> None:
+    """An id that is out of range, NaN in the key that it might be taken for, and NaN in its own gradient."""
+    d = draw(4, 1, 2, 3, 2, 4, 3)
+    d["k"][0, 0] = math.nan
+    ids = torch.tensor([[[-1, 1, 3], [1, 2, -7]]])
+    grad = torch.tensor([[[math.nan, 1.0, math.inf], [1.0, 1.0, math.nan]]], dtype=torch.float64)
+    found = oracle.gradients(d["q"], d["w"], d["k"], grad, ids)
+    assert all(torch.isfinite(value).all() for value in (found.d_index_q, found.d_weights, found.d_index_k))
+
+
+def test_a_masked_slot_has_no_target_and_a_nan_elsewhere_shows() -> None:
+    predicted = np.array([[[0.0, 0.5, 0.5], [0.5, 0.5, np.nan]]], np.float32)
+    target = np.array([[[np.inf, 0.5, 0.5], [0.5, 0.5, 0.5]]], np.float32)
+    found = oracle.score_gradient(target, predicted, 1.0)
+    assert np.isfinite(found[0, 0]).all()
+    assert np.isnan(found[0, 1]).tolist() == [False, False, True]
+    target[0, 0, 1] = np.nan
+    assert np.isnan(oracle.score_gradient(target, predicted, 1.0)[0, 0]).all()
+
+
 def test_inputs_are_left_as_they_are() -> None:
     d = draw(3, 1, 2, 3, 2, 4, 3)
     before = {name: value.clone() for name, value in d.items()}
