@@ -1,21 +1,20 @@
 """The ``dsa-plan`` command.
 
-Only the answer goes to standard output: a table, or JSON with ``--json``. Progress, warnings and errors go to
-standard error. An error is one line that says what was asked, which rule it broke and what to do next; a traceback is
-a bug.
+Only the answer goes to standard output: a table, or JSON with ``--json``. Progress, warnings and errors go to standard
+error. An error is one line that says what was asked, which rule it broke and what to do next; a traceback is a bug.
 
 Exit codes:
 
-=====  =============================================================
+=====  ===========================================================================
 0      done
-1      a plan failed to compile
+1      a plan failed to compile, or the answer could not be written
 2      the request is wrong: usage, or outside the support envelope
 3      there is no such plan
 4      the compiler is not installed
-5      a layer cannot be read or written
+5      a layer cannot be read or written, is damaged, or does not hold what was built
 6      the GPU or its driver is missing, or is another one
-130    interrupted
-=====  =============================================================
+130    interrupted; 128 + N: ended by signal N
+=====  ===========================================================================
 
 Heavy modules are imported inside the commands, so that ``dsa-plan --help`` answers at once.
 """
@@ -23,13 +22,15 @@ Heavy modules are imported inside the commands, so that ``dsa-plan --help`` answ
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from dsa_planner import errors
+from dsa_planner import __version__, errors
 
 __all__ = ["app", "exit_code", "main"]
 
@@ -42,17 +43,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-INTERRUPTED = 130
+_CACHE_EXIT = 5
 _EXIT_CODES: tuple[tuple[type[errors.DsaPlannerError], int], ...] = (
     (errors.UnsupportedError, 2),
     (errors.PlanNotFoundError, 3),
     (errors.CompilerMissingError, 4),
     (errors.CompileError, 1),
-    (errors.CacheError, 5),
-    (errors.PlanFileError, 5),
+    (errors.CacheError, _CACHE_EXIT),
+    (errors.PlanFileError, _CACHE_EXIT),
     (errors.DeviceMismatchError, 6),
     (errors.DriverError, 6),
 )
+_KEPT = "what was finished is kept, and nothing is half written"
 
 BackendOption = Annotated[
     str | None, typer.Option("--backend", help="Backends, separated by commas; every one of the envelope by default.")
@@ -60,15 +62,18 @@ BackendOption = Annotated[
 ArchOption = Annotated[
     str | None, typer.Option("--arch", help="Arches, separated by commas; every one of the backend by default.")
 ]
-DWeightsOption = Annotated[
-    str | None,
-    typer.Option("--d-weights", help="Dtypes of d_weights, bf16 or fp32; all that the backend takes by default."),
-]
-HeadsOption = Annotated[int, typer.Option("--heads", help="Indexer heads, H.")]
 DeterministicOption = Annotated[
     bool, typer.Option("--deterministic", help="Plans whose d_index_k is bitwise reproducible.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Ended(BaseException):
+    """A signal that asks the process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def exit_code(error: errors.DsaPlannerError) -> int:
@@ -76,19 +81,41 @@ def exit_code(error: errors.DsaPlannerError) -> int:
     return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
 
 
+def _complain(text: object) -> None:
+    """One line on standard error, whatever the text holds."""
+    typer.echo("dsa-plan: " + " ".join(str(text).split("\n")), err=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsa-plan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Compile GPU kernel plans ahead of time, and look after them."""
+
+
 @app.command()
 def precompile(
     topk: Annotated[str, typer.Option("--topk", help="Values of topk, separated by commas, or 'all'.")],
     backend: BackendOption = None,
     arch: ArchOption = None,
-    d_weights: DWeightsOption = None,
-    heads: HeadsOption = 64,
+    d_weights: Annotated[
+        str | None,
+        typer.Option("--d-weights", help="Dtypes of d_weights, bf16 or fp32, separated by commas; all by default."),
+    ] = None,
+    heads: Annotated[str, typer.Option("--heads", help="Indexer heads, H.")] = "64",
     deterministic: DeterministicOption = False,
     jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", "-j", min=1, help="Compilations at a time; as many as processors by default."),
+        str | None, typer.Option("--jobs", "-j", help="Compilations at a time; as many as processors by default.")
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for one compilation.")] = 300.0,
+    timeout: Annotated[str, typer.Option("--timeout", help="Seconds for one compilation.")] = "300",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be compiled.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -100,31 +127,40 @@ def precompile(
     from dsa_planner.planner import Planner
     from dsa_planner.settings import Settings
 
-    matrix = request.matrix(topk, backend, arch, d_weights, heads, deterministic)
+    matrix = request.matrix(topk, backend, arch, d_weights, request.integer("--heads", heads, 64, 1), deterministic)
+    at_once = None if jobs is None else request.integer("--jobs", jobs, 4, 1)
+    seconds = request.integer("--timeout", timeout, 300, 1)
     planner = Planner(Settings.from_environment())
     with render.progress(len(matrix.configs), enabled=not json and not dry_run) as advance:
-        outcomes = planner.precompile(matrix.configs, jobs, timeout, dry_run, advance)
+        outcomes = planner.precompile(matrix.configs, at_once, seconds, dry_run, advance)
     render.outcomes(outcomes, matrix.not_available, planner, json)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            _complain(outcome.error)
     failures = [outcome.error for outcome in outcomes if outcome.error is not None]
-    for failure in failures:
-        typer.echo(f"dsa-plan: {failure}", err=True)
     if failures:
         raise typer.Exit(exit_code(failures[0]))
 
 
 @app.command("list")
 def list_plans(json: JsonOption = False) -> None:
-    """List the plans of every layer."""
+    """List the plans of every layer. Exit code 5 if a file is damaged or a layer cannot be read."""
     from dsa_planner.cli import render
     from dsa_planner.locate import search_path
     from dsa_planner.settings import Settings
 
-    render.listing(search_path(Settings.from_environment()), json)
+    layers = search_path(Settings.from_environment())
+    render.listing(layers, json)
+    if any(layer.damaged for layer in layers.layers):
+        raise typer.Exit(_CACHE_EXIT)
 
 
 @app.command()
 def show(
     plan: Annotated[str, typer.Argument(help="A plan id, or the beginning of one.")],
+    build: Annotated[
+        str | None, typer.Option("--build", help="A build id, or the beginning of one, where there are several.")
+    ] = None,
     extract: Annotated[
         str | None, typer.Option("--extract", help="Write one section of the plan file: cubin or ptx.")
     ] = None,
@@ -138,7 +174,11 @@ def show(
     from dsa_planner.locate import search_path
     from dsa_planner.settings import Settings
 
-    found, layer = request.plan_by_prefix(search_path(Settings.from_environment()), plan)
+    if extract is None and output is not None:
+        raise errors.UnsupportedError(f"--output {output}", "only --extract writes a file", "add --extract cubin")
+    if extract is not None and json:
+        raise errors.UnsupportedError(f"--extract {extract} --json", "a section is not JSON", "leave one of them out")
+    found, layer = request.plan_by_prefix(search_path(Settings.from_environment()), plan, build)
     if extract is None:
         render.plan(found, layer, json)
         return
@@ -151,56 +191,84 @@ def show(
 
 @app.command()
 def explain(
-    topk: Annotated[int | None, typer.Option("--topk", help="Selected keys of a query.")] = None,
+    topk: Annotated[str | None, typer.Option("--topk", help="Selected keys of a query; one value.")] = None,
     backend: BackendOption = None,
     arch: ArchOption = None,
-    d_weights: DWeightsOption = None,
-    heads: Annotated[int | None, typer.Option("--heads", help="Indexer heads, H.")] = None,
-    head_dim: Annotated[int | None, typer.Option("--head-dim", help="Dimensions of a head, D.")] = None,
+    d_weights: Annotated[str | None, typer.Option("--d-weights", help="Dtype of d_weights: bf16 or fp32.")] = None,
+    heads: Annotated[str | None, typer.Option("--heads", help="Indexer heads, H.")] = None,
+    head_dim: Annotated[str | None, typer.Option("--head-dim", help="Dimensions of a head, D.")] = None,
     deterministic: DeterministicOption = False,
     json: JsonOption = False,
 ) -> None:
     """Print the support envelope, or say whether a request lies in it.
 
-    With --topk or any other field: the plan ids of the request and whether a layer has them, or why it is refused and
-    what is nearest.
+    With --topk: for each backend and arch the plan id of the request and whether a layer has it, or why it is refused
+    and what is nearest. Needs no compiler.
     """
     from dsa_planner.cli import render, request
     from dsa_planner.locate import search_path
     from dsa_planner.settings import Settings
 
-    fields = {
-        "topk": topk,
-        "backend": backend,
-        "arch": arch,
-        "d_weights": d_weights,
-        "heads": heads,
-        "head_dim": head_dim,
+    given: dict[str, Any] = {
+        name: request.integer("--" + name.replace("_", "-"), text, example)
+        for name, text, example in (("topk", topk, 1024), ("heads", heads, 64), ("head_dim", head_dim, 128))
+        if text is not None
     }
-    given = {name: value for name, value in fields.items() if value is not None}
+    given |= {name: text for name, text in (("backend", backend), ("arch", arch), ("d_weights", d_weights)) if text}
     if deterministic:
         given["deterministic"] = True
     if not given:
         render.envelope_table(json)
         return
+    if "topk" not in given:
+        raise errors.UnsupportedError("explain without --topk", "a request needs a topk", "add for example --topk 1024")
     render.verdicts(request.verdicts(given), search_path(Settings.from_environment()), json)
+
+
+def _end(number: int, frame: object) -> None:
+    raise Ended(number)
 
 
 def main() -> None:
     """Run the command; turn errors of this package into one line and an exit code."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the caller
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
     logging.basicConfig(format="dsa-plan: %(message)s", level=logging.WARNING)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently, as other commands do, when the reader goes away
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    sys.exit(_run())
+
+
+def _run() -> int:
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
     except errors.DsaPlannerError as error:
-        typer.echo(f"dsa-plan: {error}", err=True)
-        sys.exit(exit_code(error))
-    except SystemExit as end:
-        if end.code == INTERRUPTED:  # typer turns Ctrl-C into this
-            typer.echo("dsa-plan: interrupted; what was finished is kept, and nothing is half written", err=True)
-        raise
-    except BrokenPipeError:  # the reader of standard output went away
-        sys.stderr.close()
-        sys.exit(0)
+        _complain(error)
+        return exit_code(error)
+    except Ended as end:
+        _complain(f"ended by {signal.Signals(end.number).name}; {_KEPT}")
+        return 128 + end.number
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is buffered cannot be written either
+        _complain(f"cannot write the answer: {error.strerror}; send standard output elsewhere")
+        return 1
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a usage error of typer, which keeps its own copy of click
+            raise
+        text = error.format_message()
+        if "\n" in text:  # the help that a bare "dsa-plan" prints
+            typer.echo(text, err=True)
+        else:
+            context = getattr(error, "ctx", None)
+            path = getattr(context, "command_path", "dsa-plan")
+            _complain(f"{text.rstrip('.?')}; see {path} --help")
+        return 2
+    if code == 130:
+        _complain(f"interrupted; {_KEPT}")
+    return int(code or 0)
 
 
 if __name__ == "__main__":

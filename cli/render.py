@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from rich.table import Table
 from dsa_planner import envelope
 from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.cli.request import NotAvailable
+from dsa_planner.cli.request import NotAvailable, Verdict
 from dsa_planner.errors import CacheError, UnsupportedError
 from dsa_planner.identity import plan_id_of
 from dsa_planner.planner import Outcome, Planner
 
 SHORT = 12  # digits of an id in a table
-_PIPE_WIDTH = 240  # columns where the output is no terminal, so that nothing is cut
+_WIDTH = 10_000  # columns: a line that is too long for the terminal wraps there, and nothing is cut
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=False)
+    return Console(width=_WIDTH, highlight=False)
 
 
 def _print_json(value: Any) -> None:
@@ -87,7 +88,6 @@ def outcomes(found: Sequence[Outcome], not_available: Sequence[NotAvailable], pl
                 "layer": str(o.layer) if o.layer else None,
                 "kernels": o.plan.manifest["kernels"] if o.plan else [],
                 "error": str(o.error) if o.error else None,
-                "note": o.note or None,
             }
             for o in found
         ]
@@ -112,11 +112,8 @@ def outcomes(found: Sequence[Outcome], not_available: Sequence[NotAvailable], pl
     words = [f"{count} {status}" for status, count in counts.items() if count]
     if not_available:
         words.append(f"{len(not_available)} not available")
-    place = planner.writable.root if planner.writable is not None else "no writable layer"
-    console.print(f"{', '.join(words)}; layer {place}", soft_wrap=True)
-    for o in found:
-        if o.note:
-            console.print(o.note, soft_wrap=True)
+    place = f"layer {planner.writable.root}" if planner.writable is not None else "no writable layer"
+    console.print(f"{', '.join(words)}; {place}")
 
 
 def listing(search: SearchPath, json: bool) -> None:
@@ -169,7 +166,11 @@ def listing(search: SearchPath, json: bool) -> None:
     console = _console()
     if rows:
         console.print(table)
-    console.print(f"{len(rows)} plans in {search.describe()}", soft_wrap=True)
+    intact = sum(plan is not None for _, _, plan in rows)
+    words = [f"{intact} plan{'' if intact == 1 else 's'}"]
+    if intact < len(rows):
+        words.append(f"{len(rows) - intact} damaged")
+    console.print(f"{', '.join(words)} in {search.describe()}")
 
 
 def plan(found: PlanFile, layer: Layer, json: bool) -> None:
@@ -189,7 +190,7 @@ def plan(found: PlanFile, layer: Layer, json: bool) -> None:
     packages = found.manifest["build"].get("packages", {})
     facts.add_row("compiler", ", ".join(f"{name} {version}" for name, version in packages.items()))
     facts.add_row("sections", ", ".join(f"{name} {len(data)} bytes" for name, data in found.sections.items()))
-    console.print(facts, soft_wrap=True)
+    console.print(facts)
     console.print()
     names = (
         "registers",
@@ -210,21 +211,28 @@ def plan(found: PlanFile, layer: Layer, json: bool) -> None:
 
 
 def section(data: bytes, output: Path | None) -> None:
-    """Write a section of a plan file.
+    """Write a section of a plan file; a file is there whole or not at all.
 
     Raises:
         CacheError: the file cannot be written.
         UnsupportedError: standard output is a terminal and the section is binary.
     """
-    if output is not None:
-        try:
-            output.write_bytes(data)
-        except OSError as error:
-            raise CacheError(f"cannot write {output}", str(error.strerror), "choose another --output") from None
+    if output is None:
+        if sys.stdout.isatty() and b"\0" in data:
+            raise UnsupportedError(
+                "--extract to a terminal", "the section is binary", "give --output FILE, or redirect"
+            )
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
         return
-    if sys.stdout.isatty() and b"\0" in data:
-        raise UnsupportedError("--extract to a terminal", "the section is binary", "give --output FILE, or redirect")
-    sys.stdout.buffer.write(data)
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(output)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise CacheError(f"cannot write {output}", str(error.strerror), "choose another --output") from None
 
 
 def envelope_table(json: bool) -> None:
@@ -239,40 +247,40 @@ def envelope_table(json: bool) -> None:
     _console().print(table)
 
 
-def verdicts(
-    found: Sequence[tuple[dict[str, Any] | None, UnsupportedError | None]], search: SearchPath, json: bool
-) -> None:
+def verdicts(found: Sequence[Verdict], search: SearchPath, json: bool) -> None:
     """Whether requests lie in the envelope.
 
     Raises:
         UnsupportedError: none does; the first refusal.
     """
-    rows = []
-    for config, refusal in found:
-        if config is not None:
-            plan_id = plan_id_of(config)
-            hit = search.find(plan_id)
-            rows.append(
-                {"config": config, "plan_id": plan_id, "layer": str(hit[1].root) if hit else None, "refused": None}
-            )
-        else:
-            rows.append({"config": None, "plan_id": None, "layer": None, "refused": str(refusal)})
+    plan_ids = [plan_id_of(v.config) if v.config is not None else None for v in found]
+    hits = [search.find(plan_id) if plan_id is not None else None for plan_id in plan_ids]
+    layers = [str(hit[1].root) if hit is not None else None for hit in hits]
     if json:
-        _print_json(rows)
+        _print_json(
+            [
+                {
+                    "backend": v.backend,
+                    "arch": v.arch,
+                    "config": v.config,
+                    "plan_id": plan_id,
+                    "layer": layer,
+                    "refused": str(v.refusal) if v.refusal else None,
+                }
+                for v, plan_id, layer in zip(found, plan_ids, layers, strict=True)
+            ]
+        )
     else:
         console = _console()
-        for row in rows:
-            accepted = row["config"]
-            if isinstance(accepted, dict):
-                fields = " ".join(f"{name}={value}" for name, value in accepted.items())
-                where = f"in {row['layer']}" if row["layer"] else "not compiled yet"
-                console.print(f"supported: {fields}; plan {row['plan_id']}; {where}", soft_wrap=True)
+        for v, plan_id, layer in zip(found, plan_ids, layers, strict=True):
+            if v.config is not None:
+                fields = " ".join(f"{name}={envelope.describe([value])}" for name, value in v.config.items())
+                console.print(f"supported: {fields}; plan {plan_id}; {f'in {layer}' if layer else 'not compiled yet'}")
             else:
-                console.print(f"refused: {row['refused']}", soft_wrap=True)
-    if all(config is None for config, _ in found):
-        first = found[0][1]
-        assert first is not None
-        raise first
+                console.print(f"refused: {v.refusal}")
+    refusals = [verdict.refusal for verdict in found if verdict.refusal is not None]
+    if len(refusals) == len(found):
+        raise refusals[0]
 
 
 def _age(seconds: float) -> str:

@@ -11,12 +11,12 @@ from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import PlanNotFoundError, UnsupportedError
 
-__all__ = ["Matrix", "NotAvailable", "matrix", "plan_by_prefix", "verdicts"]
+__all__ = ["Matrix", "NotAvailable", "Verdict", "integer", "matrix", "plan_by_prefix", "verdicts"]
 
 
 @dataclass(frozen=True)
 class NotAvailable:
-    """A combination that the request covers by default and that cannot be built, with the reason."""
+    """A row of the envelope that the request covers by default and gets no plan for, with the reason."""
 
     backend: str
     arch: str
@@ -25,10 +25,20 @@ class NotAvailable:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The complete configs of a precompile request, and what it covers but cannot have."""
+    """The complete configs of a precompile request, and what it covers but does not get."""
 
     configs: tuple[dict[str, Any], ...]
     not_available: tuple[NotAvailable, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a request lies in a row of the envelope: its complete config, or why it is refused."""
+
+    backend: str
+    arch: str
+    config: dict[str, Any] | None
+    refusal: UnsupportedError | None
 
 
 def matrix(
@@ -36,39 +46,46 @@ def matrix(
 ) -> Matrix:
     """The configs that the options of ``precompile`` mean.
 
-    What the user names is built or refused; what only a default covers and cannot be built is listed, never dropped.
+    What the user names is built or refused; what only a default covers and is not built is listed, never dropped.
 
     Raises:
         UnsupportedError: a malformed list, a value outside the envelope, or nothing of the request can be built.
     """
     topks = _topks(topk)
-    backends = _words("--backend", backend) if backend is not None else envelope.backends()
-    named_arches = _words("--arch", arch) if arch is not None else None
+    backends, arches = _backends(backend), _arches(arch)
     dtypes = _words("--d-weights", d_weights) if d_weights is not None else None
-    for name in named_arches or ():
-        if name not in envelope.ARCHES:
-            raise envelope.refusal("arch", name, "it is not an arch", tuple(envelope.ARCHES))
     configs: dict[tuple[Any, ...], dict[str, Any]] = {}
     missing: list[NotAvailable] = []
     refusals: list[tuple[envelope.Support, UnsupportedError]] = []
-    for row in (row for name in backends for row in envelope.rows_for(name)):
-        if row.arch not in (named_arches or envelope.arches(row.backend)):
+    for row in (row for name in backends or envelope.backends() for row in envelope.rows_for(name)):
+        if arches and row.arch not in arches:
             continue
-        request = {"backend": row.backend, "arch": row.arch, "heads": heads, "deterministic": deterministic}
         try:
             complete = [
-                envelope.plan_config({**request, "topk": value, "d_weights": dtype})
+                envelope.plan_config(
+                    {
+                        "backend": row.backend,
+                        "arch": row.arch,
+                        "heads": heads,
+                        "deterministic": deterministic,
+                        "topk": value,
+                        "d_weights": dtype,
+                    }
+                )
                 for value in topks
                 for dtype in dtypes or row.d_weights
             ]
-            envelope.require_built(row)
+            envelope.require_built(row, complete[0])
         except UnsupportedError as refusal:
             refusals.append((row, refusal))
             missing.append(NotAvailable(row.backend, row.arch, refusal.rule if row.kernel else "not built yet"))
             continue
+        if not arches and not row.preferred:
+            missing.append(NotAvailable(row.backend, row.arch, f"only with --arch {row.arch}"))
+            continue
         for config in complete:
             configs[tuple(config.values())] = config
-    _refuse_what_was_named(configs, refusals, named_arches or (), backends if backend is not None else ())
+    _refuse_what_was_named(configs, refusals, arches, backends)
     return Matrix(tuple(configs.values()), tuple(missing))
 
 
@@ -85,80 +102,114 @@ def _refuse_what_was_named(
         if not configs or row.arch in unserved_arches or row.backend in unserved_backends:
             raise refusal
     if unserved_arches or unserved_backends:
-        raise UnsupportedError(
-            f"--backend {','.join(backends) or 'any'} --arch {','.join(arches) or 'any'}",
-            "the envelope has no such pair",
-            "see dsa-plan explain",
-        )
+        raise _no_such_pair(backends, arches)
 
 
-def verdicts(given: Mapping[str, Any]) -> list[tuple[dict[str, Any] | None, UnsupportedError | None]]:
-    """For each row of the envelope that a request could mean: its complete config, or why it is refused.
+def verdicts(given: Mapping[str, Any]) -> list[Verdict]:
+    """The verdict of each row of the envelope that a request could mean.
 
     Args:
-        given: the fields that the user named; topk may be missing, then the smallest one stands for it.
+        given: the fields that the user named; topk is one of them.
+
+    Raises:
+        UnsupportedError: an unknown backend or arch, or a pair that the envelope does not have.
     """
-    backends = _words("--backend", given["backend"]) if "backend" in given else envelope.backends()
-    for name in _words("--arch", given["arch"]) if "arch" in given else ():
-        if name not in envelope.ARCHES:
-            raise envelope.refusal("arch", name, "it is not an arch", tuple(envelope.ARCHES))
-    found: list[tuple[dict[str, Any] | None, UnsupportedError | None]] = []
-    for backend in backends:
-        arches = _words("--arch", given["arch"]) if "arch" in given else envelope.arches(backend)
-        for arch in arches:
-            request = {"topk": 128, **given, "backend": backend, "arch": arch}
-            try:
-                config = envelope.plan_config(request)
-                envelope.require_built(envelope.support_of(config))
-                found.append((config, None))
-            except UnsupportedError as refusal:
-                found.append((None, refusal))
+    backends, arches = _backends(given.get("backend")), _arches(given.get("arch"))
+    found = []
+    for row in (row for name in backends or envelope.backends() for row in envelope.rows_for(name)):
+        if arches and row.arch not in arches:
+            continue
+        try:
+            config = envelope.plan_config({**given, "backend": row.backend, "arch": row.arch})
+            envelope.require_built(row, config)
+            found.append(Verdict(row.backend, row.arch, config, None))
+        except UnsupportedError as refusal:
+            found.append(Verdict(row.backend, row.arch, None, refusal))
+    if not found:
+        raise _no_such_pair(backends, arches)
     return found
 
 
-def plan_by_prefix(search: SearchPath, prefix: str) -> tuple[PlanFile, Layer]:
-    """The one plan whose id begins so.
+def plan_by_prefix(search: SearchPath, prefix: str, build: str | None = None) -> tuple[PlanFile, Layer]:
+    """The one plan whose id begins so, in the best build or in the one whose id begins with ``build``.
 
     Raises:
         PlanNotFoundError: there is none, or several.
     """
-    matches = {
-        entry.plan_id
-        for layer in search.layers
-        for entry in layer.entries()
-        if entry.plan_id.startswith(prefix.lower())
-    }
-    if len(matches) > 1:
-        shown = ", ".join(sorted(match[:16] for match in matches)[:8])
-        raise PlanNotFoundError(f"plan {prefix}", f"{len(matches)} plans begin so ({shown})", "give more digits")
-    found = search.find(matches.pop()) if matches else None
+    entries = [entry for layer in search.layers for entry in layer.entries()]
+    plans = {entry.plan_id for entry in entries if entry.plan_id.startswith(prefix.lower())}
+    builds: set[str | None] = {None}
+    if build is not None:
+        builds = {e.build_id for e in entries if e.plan_id in plans and e.build_id.startswith(build.lower())}
+    what = f"plan {prefix!r}" if build is None else f"plan {prefix!r} of build {build!r}"
+    for kind, matches in (("plans", plans), ("builds", builds)):
+        if len(matches) > 1:
+            shown = ", ".join(sorted(str(match)[:16] for match in matches)[:8])
+            raise PlanNotFoundError(what, f"{len(matches)} {kind} begin so ({shown})", "give more digits")
+    found = search.find(plans.pop(), builds.pop()) if plans and builds else None
     if found is None:
-        raise PlanNotFoundError(
-            f"plan {prefix}", f"no intact plan in {search.describe()} begins so", "see dsa-plan list"
-        )
+        raise PlanNotFoundError(what, f"no intact plan in {search.describe()} begins so", "see dsa-plan list")
     return found
+
+
+def integer(option: str, text: str, example: int, least: int = -(10**9)) -> int:
+    """The whole number that an option has.
+
+    Args:
+        option: its name, and an ``example`` of its value, for the message.
+        text: what the user gave.
+        least: the smallest that it may be.
+
+    Raises:
+        UnsupportedError: it is none, or below ``least``.
+    """
+    digits = text.removeprefix("-")
+    if digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(text) >= least:
+        return int(text)
+    bound = f" of at least {least}" if least > 0 else ""
+    shown = text if len(text) <= 40 else text[:40] + "..."
+    raise UnsupportedError(
+        f"{option} {shown!r}", f"it has to be a whole number{bound}", f"give for example {option} {example}"
+    )
+
+
+def _no_such_pair(backends: Sequence[str], arches: Sequence[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"--backend {','.join(backends) or 'any'} --arch {','.join(arches) or 'any'}",
+        "the envelope has no such pair",
+        "see dsa-plan explain",
+    )
+
+
+def _backends(text: str | None) -> tuple[str, ...]:
+    """The backends that the user named; none for no option."""
+    names = _words("--backend", text) if text is not None else ()
+    for name in names:
+        envelope.rows_for(name)
+    return names
+
+
+def _arches(text: str | None) -> tuple[str, ...]:
+    """The arches that the user named; none for no option."""
+    names = _words("--arch", text) if text is not None else ()
+    for name in names:
+        if name not in envelope.ARCHES:
+            raise envelope.refusal("arch", name, "it is not an arch", tuple(envelope.ARCHES))
+    return names
 
 
 def _words(option: str, text: str) -> tuple[str, ...]:
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if not all(words):
         raise UnsupportedError(
-            f"{option} {text!r}", "it is a list separated by commas, without empty entries", "remove the comma"
+            f"{option} {text!r}",
+            "it has to be a list separated by commas, without empty entries",
+            "remove the extra comma, or the option",
         )
     return words
 
 
 def _topks(text: str) -> tuple[int, ...]:
-    every = sorted({value for row in envelope.ENVELOPE for value in row.topk})
     if text == "all":
-        return tuple(every)
-    values = []
-    for word in _words("--topk", text):
-        if not (word.isascii() and word.isdigit()):
-            raise UnsupportedError(
-                f"--topk {text!r}",
-                f"{word!r} is not a number",
-                "give numbers separated by commas, for example 128,1024,2048",
-            )
-        values.append(int(word))
-    return tuple(values)
+        return tuple(sorted({value for row in envelope.ENVELOPE for value in row.topk}))
+    return tuple(integer("--topk", word, 1024) for word in _words("--topk", text))

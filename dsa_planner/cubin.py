@@ -16,9 +16,10 @@ import io
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elftools.elf.elffile import ELFFile
+if TYPE_CHECKING:
+    from elftools.elf.elffile import ELFFile
 
 __all__ = ["Cubin", "CubinError", "CubinKernel", "inspect"]
 
@@ -68,6 +69,8 @@ def inspect(data: bytes) -> Cubin:
     Raises:
         CubinError: the bytes are no CUDA ELF file, or an attribute is missing.
     """
+    from elftools.elf.elffile import ELFFile  # of the extra "compile": nothing else needs it
+
     try:
         elf = ELFFile(io.BytesIO(data))
         if elf["e_machine"] != "EM_CUDA":

@@ -179,20 +179,36 @@ def support_of(config: Mapping[str, Any]) -> Support:
     )
 
 
-def require_built(row: Support) -> str:
+def require_built(row: Support, config: Mapping[str, Any] | None = None) -> str:
     """The kernel of a row.
+
+    Args:
+        row: the row.
+        config: the request, to name a backend that would serve it on the same devices.
 
     Raises:
         UnsupportedError: this version does not build it yet.
     """
-    if row.kernel is None:
-        built = [f"{other.backend} for {other.arch}" for other in ENVELOPE if other.kernel is not None]
-        raise UnsupportedError(
-            f"backend {row.backend} for {row.arch}",
-            "the envelope names it, and this version does not build it yet",
-            f"use {' or '.join(built)}",
-        )
-    return row.kernel
+    if row.kernel is not None:
+        return row.kernel
+    others = [
+        f"{other.backend} for {other.arch}"
+        for other in ENVELOPE
+        if other.kernel is not None
+        and set(other.capabilities) & set(row.capabilities)
+        and (config is None or _takes(other, config))
+    ]
+    raise UnsupportedError(
+        f"backend {row.backend} for {row.arch}",
+        "the envelope names it, and this version does not build it yet",
+        f"use {' or '.join(others)}" if others else "no other backend serves this request on these devices yet",
+    )
+
+
+def _takes(row: Support, config: Mapping[str, Any]) -> bool:
+    return all(
+        config[name] in getattr(row, name) for name in ("heads", "head_dim", "topk", "d_weights", "deterministic")
+    )
 
 
 def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int, topk_indices_global: bool) -> None:
@@ -265,9 +281,8 @@ def refusal(name: str, value: Any, rule: str, allowed: Iterable[Any]) -> Unsuppo
     choices = tuple(allowed)
     best = nearest(value, choices)
     others = "" if isinstance(allowed, range) or len(choices) < 2 else f" (there are {describe(choices)})"
-    return UnsupportedError(
-        f"{name}={value!r}" if name != "field" else f"field {value!r}", rule, f"nearest is {best}{others}"
-    )
+    asked = f"field {value!r}" if name == "field" else f"{name}={value!r}"
+    return UnsupportedError(asked, rule, f"nearest is {describe([best])}{others}")
 
 
 def table() -> list[dict[str, str]]:

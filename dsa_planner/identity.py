@@ -23,7 +23,7 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedError: the envelope names the config's row, and this version does not build it yet.
     """
-    kernel = catalogue.load(envelope.require_built(envelope.support_of(config)))
+    kernel = catalogue.load(envelope.require_built(envelope.support_of(config), config))
     return {
         "config": dict(config),
         "sources": kernel.source_digest,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.metadata
+import importlib.util
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -53,9 +54,9 @@ def installed() -> Toolchain:
         for distribution in importlib.metadata.distributions()
         if (name := _normal(distribution.metadata["Name"])).startswith(PACKAGE)
     }
-    if PACKAGE not in found:
+    if PACKAGE not in found or importlib.util.find_spec("elftools") is None:
         raise CompilerMissingError(
-            f"package {PACKAGE}",
+            f"package {PACKAGE if PACKAGE not in found else 'pyelftools'}",
             "compiling a plan needs it and it is not installed",
             "pip install 'dsa-planner[compile]'",
         )

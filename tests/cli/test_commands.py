@@ -102,9 +102,11 @@ def test_precompile_builds_and_then_hits(command: Command) -> None:
 def test_precompile_without_arch_and_backend_names_what_it_cannot_build(filled: Command) -> None:
     out = filled("precompile", "--topk", "128")
     missing = [row for row in rows(out.stdout) if row[0] == "-"]
-    assert [row[1:3] for row in missing] == [["default", "sm_100f"], ["sm100_v2", "sm_100f"], ["sm90_v2", "sm_90a"]]
+    assert [row[1:3] for row in missing] == [
+        [row.backend, row.arch] for name in envelope.backends() for row in envelope.rows_for(name) if row.kernel is None
+    ]
     assert all(row[-3:] == ["not", "built", "yet"] for row in missing)
-    assert "1 hit, 3 not available" in out.stdout
+    assert f"1 hit, {len(missing)} not available" in out.stdout
 
 
 def test_precompile_json(filled: Command) -> None:
@@ -142,20 +144,28 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--topk", "128,1000"], "topk=1000: "),
     (
         ["--topk", "128,x"],
-        "--topk '128,x': 'x' is not a number; give numbers separated by commas, for example 128,1024,2048",
+        "--topk 'x': it has to be a whole number; give for example --topk 1024",
     ),
     (
         ["--topk", "128,,256"],
-        "--topk '128,,256': it is a list separated by commas, without empty entries; remove the comma",
+        "--topk '128,,256': it has to be a list separated by commas, without empty entries; remove the extra comma",
     ),
-    (["--topk", ""], "--topk '': it is a list"),
-    (["--topk", "-128"], "--topk '-128': '-128' is not a number"),
+    (["--topk", ""], "--topk '': it has to be a list"),
+    (["--topk", "-128"], "topk=-128: backend default for sm_90a takes topk"),
+    (["--topk", "9" * 5000], "--topk '" + "9" * 40 + "...': it has to be a whole number; "),
+    (["--topk", "\u0661"], "--topk '\u0661': it has to be a whole number"),
+    (
+        ["--topk", "128", "--jobs", "0"],
+        "--jobs '0': it has to be a whole number of at least 1; give for example --jobs 4",
+    ),
+    (["--topk", "128", "--timeout", "x"], "--timeout 'x': it has to be a whole number of at least 1"),
+    (["--topk", "128", "--heads", "64.0"], "--heads '64.0': it has to be a whole number"),
     (["--topk", "128", "--backend", "fast"], "backend='fast': it is not a backend; nearest is default"),
     (
         ["--topk", "128", "--arch", "sm_80"],
         "arch='sm_80': it is not an arch; nearest is sm_90a (there are sm_90a, sm_100f",
     ),
-    (["--topk", "128", "--arch", "sm_90a,"], "--arch 'sm_90a,': it is a list"),
+    (["--topk", "128", "--arch", "sm_90a,"], "--arch 'sm_90a,': it has to be a list"),
     (["--topk", "128", "--d-weights", "fp16"], "d_weights='fp16': backend default for sm_90a takes d_weights bf16"),
     (["--topk", "128", "--heads", "32"], "heads=32: backend default for sm_90a takes heads 64; nearest is 64"),
     (["--topk", "128", "--backend", "default", "--deterministic"], "deterministic=True: backend default for sm_90a"),
@@ -180,30 +190,58 @@ def test_precompile_refuses_in_one_line_and_does_nothing(command: Command, argum
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        [],
-        ["--topk"],
-        ["--topk", "128", "--jobs", "0"],
-        ["--topk", "128", "--colour"],
-        ["--topk", "128", "--timeout", "x"],
+        (["precompile"], "Missing option '--topk'; see dsa-plan precompile --help"),
+        (["precompile", "--topk"], "Option '--topk' requires an argument; see dsa-plan"),
+        (["precompile", "--topk", "128", "--colour"], "No such option: --colour; see dsa-plan precompile --help"),
+        (["precompile", "--topk", "128", "128"], "Got unexpected extra argument"),
+        (["compile"], "No such command 'compile'"),
+        (["show"], "Missing argument '"),
+        (["show", "0", "--extract", "cubin", "--json"], "--extract cubin --json: a section is not JSON"),
+        (["show", "0", "-o", "x"], "--output x: only --extract writes a file"),
+        (["explain", "--heads", "64"], "explain without --topk: a request needs a topk"),
+        (["explain", "--topk", "x"], "--topk 'x': it has to be a whole number"),
+        (["explain", "--topk", "128", "--backend", "fast"], "backend='fast': it is not a backend"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_usage_errors_have_exit_code_2(command: Command, arguments: list[str]) -> None:
-    out = command("precompile", *arguments, code=2)
-    assert out.stdout == ""
-    assert "Error: " in out.stderr
+def test_usage_errors_are_one_line_and_exit_code_2(command: Command, arguments: list[str], message: str) -> None:
+    line = command.refused(*arguments, code=2).replace("python -m dsa_planner.cli.main", "dsa-plan")
+    assert line.startswith(message)
 
 
-def test_no_compiler_is_exit_code_4(command: Command, tmp_path: Path) -> None:
+def test_a_bare_command_prints_its_help(command: Command) -> None:
+    assert "Commands:" in command(code=2).stderr
+
+
+def test_version(command: Command) -> None:
+    assert command("--version").stdout == f"dsa-plan {dsa_planner.__version__}\n"
+
+
+def without(tmp_path: Path, package: str, module: str) -> str:
+    """A PYTHONPATH on which a package is not installed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m; every = m.distributions\n"
-        "m.distributions = lambda **k: [d for d in every(**k) if 'cutlass' not in (d.metadata['Name'] or '')]\n"
+        f"m.distributions = lambda **k: [d for d in every(**k) if {package!r} not in (d.metadata['Name'] or '')]\n"
+        "from importlib.machinery import PathFinder; find = PathFinder.find_spec\n"
+        f"PathFinder.find_spec = lambda n, *a, **k: None if n.partition('.')[0] == {module!r} else find(n, *a, **k)\n"
     )
-    line = command.refused("precompile", "--topk", "128", code=4, PYTHONPATH=f"{ROOT}:{tmp_path}")
-    assert line == (
-        "package nvidia-cutlass-dsl: compiling a plan needs it and it is not installed; pip install 'dsa-planner[compile]'"
+    return f"{ROOT}:{tmp_path}"
+
+
+@pytest.mark.parametrize(("package", "module"), [("nvidia-cutlass-dsl", "cutlass"), ("pyelftools", "elftools")])
+def test_no_compiler_is_exit_code_4(filled: Command, tmp_path: Path, package: str, module: str) -> None:
+    absent = without(tmp_path, package, module)
+    line = filled.refused("precompile", "--topk", "128", code=4, PYTHONPATH=absent)
+    assert (
+        line
+        == f"package {package}: compiling a plan needs it and it is not installed; pip install 'dsa-planner[compile]'"
     )
+    assert "1 plan" in filled("list", PYTHONPATH=absent).stdout
+    (plan,) = json.loads(filled("list", "--json", PYTHONPATH=absent).stdout)
+    assert plan["plan_id"] in filled("show", plan["plan_id"], PYTHONPATH=absent).stdout
+    assert "supported: " in filled("explain", "--topk", "128", PYTHONPATH=absent).stdout
 
 
 def test_layers_that_cannot_be_written_are_exit_code_5(command: Command) -> None:
@@ -246,7 +284,7 @@ def test_list_shows_every_layer_and_what_is_wrong(filled: Command, compiled: Pla
     WritableLayer(image, 1 << 30).publish(compiled)
     path = next(image.rglob("*.dsaplan"))
     path.write_bytes(path.read_bytes()[:-1])
-    out = filled("list", DSA_PLAN_PATH=f"{image}:{filled.home / 'missing'}")
+    out = filled("list", code=5, DSA_PLAN_PATH=f"{image}:{filled.home / 'missing'}")
     header, damaged, good, *_ = out.stdout.splitlines()
     assert header.split() == [
         "plan",
@@ -263,8 +301,8 @@ def test_list_shows_every_layer_and_what_is_wrong(filled: Command, compiled: Pla
     assert "its digest does not match its content" in damaged
     assert good.split()[2:6] == ["default", "sm_90a", "128", "bf16"]
     assert good.rstrip().endswith("intact")
-    assert f"2 plans in {image}, {filled.home / 'missing'}, {filled.layer}" in out.stdout
-    found = json.loads(filled("list", "--json", DSA_PLAN_PATH=str(image)).stdout)
+    assert f"1 plan, 1 damaged in {image}, {filled.home / 'missing'}, {filled.layer}" in out.stdout
+    found = json.loads(filled("list", "--json", code=5, DSA_PLAN_PATH=str(image)).stdout)
     assert [(row["layer"], row["writable"]) for row in found] == [(str(image), False), (str(filled.layer), True)]
     assert found[0]["problem"]
     assert found[1]["config"]["topk"] == 128
@@ -298,7 +336,7 @@ def test_show_extracts_sections(filled: Command, compiled: PlanFile) -> None:
 
 def test_show_of_no_plan_is_exit_code_3(filled: Command) -> None:
     for prefix in ("ffff", "zz", "../x", "/"):
-        assert filled.refused("show", prefix, code=3).startswith(f"plan {prefix}: no intact plan in {filled.layer}")
+        assert filled.refused("show", prefix, code=3).startswith(f"plan {prefix!r}: no intact plan in {filled.layer}")
 
 
 def test_show_of_an_ambiguous_prefix(filled: Command) -> None:
@@ -324,7 +362,7 @@ def test_explain_says_whether_a_request_is_supported_and_compiled(filled: Comman
     out = filled("explain", "--topk", "256")
     lines = out.stdout.splitlines()
     assert lines[0].endswith("not compiled yet")
-    assert [line.partition(":")[0] for line in lines] == ["supported", "refused", "refused", "refused"]
+    assert [line.partition(":")[0] for line in lines] == ["supported", *["refused"] * (len(envelope.ENVELOPE) - 1)]
 
 
 def test_explain_of_a_refused_request_names_the_nearest(command: Command) -> None:
@@ -333,7 +371,8 @@ def test_explain_of_a_refused_request_names_the_nearest(command: Command) -> Non
     assert out.stdout == f"refused: {reason}\n"
     assert out.stderr == f"dsa-plan: {reason}\n"
     found = json.loads(command("explain", "--topk", "1000", "--backend", "default", "--json", code=2).stdout)
-    assert {row["refused"] for row in found} > {reason}
+    assert reason in {row["refused"] for row in found}
+    assert {row["plan_id"] for row in found} == {None}
 
 
 def test_version_of_settings_is_checked(command: Command) -> None:
