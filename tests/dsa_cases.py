@@ -13,6 +13,9 @@ GATE_MARGIN = 2e-6
 """Below this |S|, fp32 and fp64 may disagree about its sign, and then about a whole term of the gradients. With these
 inputs S is of the order of 0.1, and fp32 sums of 128 products err by less than 1e-6."""
 
+BELOW_EPS, ABOVE_EPS = (count * 2.0**-149 for count in (26, 27))
+"""The two fp32 numbers next to exp(-100), which lies between them."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -43,13 +46,19 @@ class Case:
             "topk_indices_global": self.topk_indices_global,
         }
 
+    def valid(self) -> torch.Tensor:
+        """Which slots have a key."""
+        batch, s_k = self.index_k.shape[:2]
+        return (self.topk_indices >= 0) & (self.topk_indices < s_k * (batch if self.topk_indices_global else 1))
+
     def as_global(self) -> Case:
-        """The same call with flat ids: a local id gets its batch offset, an invalid one becomes -1."""
+        """The same call with flat ids: a local id gets its batch offset, an invalid one becomes one of several."""
         assert not self.topk_indices_global
         batch, s_k = self.index_k.shape[:2]
         offset = torch.arange(batch, device=self.topk_indices.device, dtype=torch.int32)[:, None, None] * s_k
-        valid = (self.topk_indices >= 0) & (self.topk_indices < s_k)
-        ids = torch.where(valid, self.topk_indices + offset, -1).to(torch.int32)
+        invalid = torch.tensor([-1, batch * s_k, batch * s_k + 7, -(2**31), 2**31 - 1], device=offset.device)
+        spread = torch.arange(self.topk_indices.numel(), device=offset.device).view_as(self.topk_indices) % 5
+        ids = torch.where(self.valid(), self.topk_indices + offset, invalid[spread]).to(torch.int32)
         return replace(self, topk_indices=ids, topk_indices_global=True)
 
 
@@ -69,7 +78,11 @@ def make(
 
     Args:
         ids: "valid" draws keys with repetition; "distinct" without (s_k >= topk); "mixed" also draws invalid ids: -1,
-            very negative, S_k and beyond (valid in a later batch element, were they not masked first), INT32_MAX.
+            very negative, S_k and beyond (valid in a later batch element, were they not masked first), INT32_MAX;
+            "flat" is "mixed" with flat ids into the keys of every batch element.
+
+    Some keys and some heads of index_q are zero, where S is exactly 0 and the gate is shut. Some index_score are 0 or at
+    the threshold exp(-100), one representable number above it or below; some attn_score are 0.
     """
     g = torch.Generator(device=device).manual_seed(seed)
 
@@ -79,31 +92,39 @@ def make(
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=g, device=device, dtype=torch.int32)
 
+    keys = s_k * batch if ids == "flat" else s_k
     if ids == "distinct":
         order = torch.rand(batch, s_q, s_k, generator=g, device=device).argsort(-1)[..., :topk]
         indices = order.to(torch.int32).contiguous()
     else:
-        indices = draw(0, max(s_k, 1), batch, s_q, topk)
-    if ids == "mixed":
+        indices = draw(0, max(keys, 1), batch, s_q, topk)
+    if ids in ("mixed", "flat"):
         kind = torch.rand(batch, s_q, topk, generator=g, device=device)
         indices = torch.where(kind < 0.10, -1, indices)
-        indices = torch.where((kind >= 0.10) & (kind < 0.14), s_k + draw(0, 50, batch, s_q, topk), indices)
+        indices = torch.where((kind >= 0.10) & (kind < 0.14), keys + draw(0, 50, batch, s_q, topk), indices)
         indices = torch.where((kind >= 0.14) & (kind < 0.15), -(2**31), indices)
         indices = torch.where((kind >= 0.15) & (kind < 0.16), 2**31 - 1, indices)
         indices = indices.to(torch.int32)
     predicted = torch.softmax(normal(batch, s_q, topk), -1)
-    predicted = torch.where(torch.rand(predicted.shape, generator=g, device=device) < 0.05, 0.0, predicted)
+    kind = torch.rand(predicted.shape, generator=g, device=device)
+    for share, value in ((0.05, 0.0), (0.06, BELOW_EPS), (0.07, ABOVE_EPS)):
+        predicted = torch.where((kind < share) & (kind >= share - 0.01), value, predicted)
+    predicted = torch.where(kind < 0.04, 0.0, predicted)
+    target = torch.softmax(normal(batch, s_q, topk), -1)
+    index_q, index_k = normal(batch, s_q, heads, HEAD_DIM) * 0.1, normal(batch, s_k, HEAD_DIM) * 0.1
+    index_q[torch.rand(batch, s_q, heads, generator=g, device=device) < 0.03] = 0.0
+    index_k[torch.rand(batch, s_k, generator=g, device=device) < 0.03] = 0.0
     case = Case(
-        index_q=(normal(batch, s_q, heads, HEAD_DIM) * 0.1).bfloat16(),
+        index_q=index_q.bfloat16(),
         weights=(normal(batch, s_q, heads) * 0.5).bfloat16(),
-        index_k=(normal(batch, s_k, HEAD_DIM) * 0.1).bfloat16(),
-        attn_score=torch.softmax(normal(batch, s_q, topk), -1),
+        index_k=index_k.bfloat16(),
+        attn_score=torch.where(torch.rand(target.shape, generator=g, device=device) < 0.05, 0.0, target),
         index_score=predicted,
         topk_indices=indices,
         grad_loss=torch.full((1,), 0.75, device=device),
         sm_scale=sm_scale,
         loss_coeff=loss_coeff,
-        topk_indices_global=False,
+        topk_indices_global=ids == "flat",
     )
     return replace(case, topk_indices=_without_doubtful_gates(case))
 
@@ -111,15 +132,15 @@ def make(
 def _without_doubtful_gates(case: Case) -> torch.Tensor:
     batch, s_q, _ = case.topk_indices.shape
     s_k = case.index_k.shape[1]
-    ids = case.topk_indices.clone()
+    ids, valid = case.topk_indices.clone(), case.valid()
+    flat = case.index_k.reshape(batch * s_k, HEAD_DIM)
     for b in range(batch if s_k else 0):
+        offset = 0 if case.topk_indices_global else b * s_k
         for start in range(0, s_q, 16):
             rows = slice(start, start + 16)
-            chosen = ids[b, rows].long()
-            valid = (chosen >= 0) & (chosen < s_k)
-            keys = case.index_k[b].double()[torch.where(valid, chosen, 0)]
-            s = keys @ case.index_q[b, rows].double().transpose(-1, -2)
-            doubtful = valid & (s.abs().amin(-1) < GATE_MARGIN)
+            keys = flat[torch.where(valid[b, rows], ids[b, rows].long() + offset, 0)].double()
+            s = (keys @ case.index_q[b, rows].double().transpose(-1, -2)).abs()
+            doubtful = valid[b, rows] & ((s < GATE_MARGIN) & (s > 0.0)).any(-1)
             ids[b, rows] = torch.where(doubtful, -1, ids[b, rows])
     return ids
 

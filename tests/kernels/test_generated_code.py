@@ -6,12 +6,24 @@ import re
 
 import pytest
 
+from dsa_planner import envelope
 from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.compiler import compile_plan
+
+
+@pytest.fixture(scope="module", params=[128, 2048])
+def topk(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
-def entries(compiled: PlanFile) -> dict[str, str]:
-    _, *found = re.split(r"(?=\.visible \.entry )", compiled.sections["ptx"].decode())
+def plan(topk: int) -> PlanFile:
+    return compile_plan(envelope.plan_config({"arch": "sm_90a", "topk": topk})).plan
+
+
+@pytest.fixture(scope="module")
+def entries(plan: PlanFile) -> dict[str, str]:
+    _, *found = re.split(r"(?=\.visible \.entry )", plan.sections["ptx"].decode())
     return {re.search(r"entry dsa_(\w+?)_\d+\(", text).group(1): text for text in found}  # type: ignore[union-attr]
 
 
@@ -25,10 +37,10 @@ def test_subnormals_are_kept(entries: dict[str, str]) -> None:
     assert "0f0000001B" in entries["score_grad"]
 
 
-def test_stage_1_moves_16_bytes_an_access(entries: dict[str, str]) -> None:
+def test_stage_1_moves_16_bytes_an_access(entries: dict[str, str], topk: int) -> None:
     text = entries["score_grad"]
-    assert count(text, r"ld\.global\.v4\.\w+") == 2
-    assert count(text, r"st\.global\.v4\.\w+") >= 1
+    assert count(text, r"ld\.global\.v4\.\w+") == 2 * topk // 128
+    assert count(text, r"st\.global\.v4\.\w+") == topk // 128 + 1, "the row, and the accumulator"
     assert count(text, r"ld\.global\.(?!v4)") == 1, "grad_loss alone"
 
 
@@ -53,5 +65,6 @@ def test_stage_2_gives_registers_to_those_who_compute(entries: dict[str, str]) -
     assert count(text, r"setmaxnreg\.inc\.sync\.aligned\.u32\s+232;") == 1
 
 
-def test_nothing_lives_in_local_memory(entries: dict[str, str]) -> None:
+def test_nothing_lives_in_local_memory(entries: dict[str, str], plan: PlanFile) -> None:
     assert not [name for name, text in entries.items() if ".local" in text]
+    assert {kernel["spill_store_bytes"] + kernel["stack_bytes"] for kernel in plan.manifest["kernels"]} == {0}
