@@ -34,9 +34,12 @@ One plan exists for each combination of these fields, and serves every shape:
 
 ## What a launch decides
 
-Batch, S_q and S_k (any, also 0, with batch * S_q * heads and batch * S_k below 2^31), sm_scale (positive and finite),
-loss_coeff (finite), local or global ids, the dtype of d_index_k, the stream, and the device's number of SMs. None of
-them causes a compilation.
+Batch, S_q and S_k (any, also 0; neither batch * S_q * heads nor batch * S_k may exceed {max_extent}), sm_scale
+(positive), loss_coeff (0 included), local or global ids, the dtype of d_index_k, the stream, and the device's number of
+SMs. None of them causes a compilation.
+
+The kernels take sm_scale and loss_coeff / (batch * S_q) in fp32, so a value that fp32 could only hold as infinity, as 0
+or as a subnormal is refused.
 """
 
 
@@ -49,10 +52,12 @@ def markdown_table(rows: list[dict[str, str]]) -> str:
 def support_envelope() -> str:
     """docs/support-envelope.md."""
     fields = [
-        {"field": name, "default": str(envelope.DEFAULTS.get(name, "none: must be given"))}
+        {"field": name, "default": envelope.describe([envelope.DEFAULTS.get(name, "none: must be given")])}
         for name in envelope.PLAN_FIELDS
     ]
-    return SUPPORT_ENVELOPE.format(table=markdown_table(envelope.table()), fields=markdown_table(fields))
+    return SUPPORT_ENVELOPE.format(
+        table=markdown_table(envelope.table()), fields=markdown_table(fields), max_extent=f"{envelope.MAX_EXTENT:,}"
+    )
 
 
 PAGES = {"support-envelope.md": support_envelope}
