@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dsa_planner.errors import UnsupportedError
+from dsa_planner.errors import UnsupportedError, shown
 
 __all__ = [
     "ARCHES",
@@ -142,10 +142,11 @@ def plan_config(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedError: an unknown field, or a value outside the envelope.
     """
-    for name in request:
+    given = dict(request)
+    for name in given:
         if name not in PLAN_FIELDS:
             raise refusal("field", name, "a plan config has no such field", PLAN_FIELDS)
-    config = {**DEFAULTS, **request}
+    config = {**DEFAULTS, **given}
     for name in ("arch", "topk"):
         if name not in config:
             raise UnsupportedError(f"plan config without {name}", f"{name} has no default", f"give {name}")
@@ -228,20 +229,24 @@ def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int
         return
     for name, value in (("sm_scale", sm_scale), ("loss_coeff", loss_coeff)):
         if type(value) not in (float, int):
-            raise UnsupportedError(f"{name}={value!r}", f"{name} must be a Python number", f"pass float({name})")
+            raise UnsupportedError(f"{name}={shown(value)}", f"{name} must be a Python number", f"pass float({name})")
     limits = f"{FLOAT32_MIN:.4g} and {FLOAT32_MAX:.4g}"
     if not FLOAT32_MIN <= sm_scale <= FLOAT32_MAX:
         raise UnsupportedError(
-            f"sm_scale={sm_scale!r}", f"sm_scale must be positive, between {limits}", "use for example 1.0"
+            f"sm_scale={shown(sm_scale)}", f"sm_scale must be positive, between {limits}", "use for example 1.0"
         )
     if loss_coeff != 0 and not FLOAT32_MIN <= abs(loss_coeff) <= FLOAT32_MAX:
         raise UnsupportedError(
-            f"loss_coeff={loss_coeff!r}", f"loss_coeff must be 0, or of a size between {limits}", "use for example 1.0"
+            f"loss_coeff={shown(loss_coeff)}",
+            f"loss_coeff must be 0, or of a size between {limits}",
+            "use for example 1.0",
         )
     _check_value("block_I", block_I, row.block_I, row)
     if type(topk_indices_global) is not bool:
         raise UnsupportedError(
-            f"topk_indices_global={topk_indices_global!r}", "it must be True or False", "pass bool(topk_indices_global)"
+            f"topk_indices_global={shown(topk_indices_global)}",
+            "it must be True or False",
+            "pass bool(topk_indices_global)",
         )
 
 
@@ -258,7 +263,14 @@ def nearest(value: Any, allowed: Iterable[Any]) -> Any:
     choices = list(allowed)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and all(type(c) is int for c in choices):
         return min(choices, key=lambda choice: (abs(choice - value), -choice))
-    return next(iter(difflib.get_close_matches(str(value), [str(c) for c in choices], 1, 0.0)), choices[0])
+    return next(
+        iter(
+            difflib.get_close_matches(
+                value if isinstance(value, str) else shown(value), [str(c) for c in choices], 1, 0.0
+            )
+        ),
+        choices[0],
+    )
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
@@ -268,7 +280,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
         )  # fmt: skip
         if type(value) is not expected:
             kind = {int: "an integer", bool: "true or false", str: "a string"}[expected]
-            raise UnsupportedError(f"{name}={value!r}", f"{name} must be {kind}", f"give {name} as {kind}")
+            raise UnsupportedError(f"{name}={shown(value)}", f"{name} must be {kind}", f"give {name} as {kind}")
 
 
 def _check_value(name: str, value: Any, allowed: Any, row: Support) -> None:
@@ -281,7 +293,7 @@ def refusal(name: str, value: Any, rule: str, allowed: Iterable[Any]) -> Unsuppo
     choices = tuple(allowed)
     best = nearest(value, choices)
     others = "" if isinstance(allowed, range) or len(choices) < 2 else f" (there are {describe(choices)})"
-    asked = f"field {value!r}" if name == "field" else f"{name}={value!r}"
+    asked = f"field {shown(value)}" if name == "field" else f"{name}={shown(value)}"
     return UnsupportedError(asked, rule, f"nearest is {describe([best])}{others}")
 
 

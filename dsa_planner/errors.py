@@ -5,9 +5,11 @@ A leaf: it imports nothing, so that every part of the project can raise these.
 
 from __future__ import annotations
 
+_LONGEST = 120  # characters of a value
+
 
 class DsaPlannerError(Exception):
-    """Base of all errors that this package raises on purpose.
+    """Base of all errors that this package raises on purpose. Its text is one line, whatever names are in it.
 
     Args:
         asked: what was asked or found, with the value.
@@ -22,7 +24,17 @@ class DsaPlannerError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.asked}: {self.rule}; {self.remedy}"
+        text = f"{self.asked}: {self.rule}; {self.remedy}"
+        return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def shown(value: object) -> str:
+    """A value for a message: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, for one
+        return f"<{type(value).__name__} that cannot be printed>"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 class UnsupportedError(DsaPlannerError, ValueError):

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dsa_planner.errors import shown
+
 __all__ = [
     "LAUNCH_VALUES",
     "PARAMETER_BYTES",
@@ -56,6 +58,11 @@ LAUNCH_VALUES: Mapping[str, str] = {
     "loss_scale": "loss_coeff / rows",
 }
 _FLOATS = frozenset({"sm_scale", "loss_scale"})
+CALL_FACTS = ("d_index_k",)
+DTYPES = ("bf16", "fp32")
+SWIZZLES = (0, 32, 64, 128)
+_LONGEST_EXPRESSION = 200  # characters; bounds the nesting too
+_LONGEST_BOX = 256
 PARAMETER_BYTES = {"pointer": 8, "int32": 4, "float32": 4, "tensor_map": 128}
 
 Expression = Callable[[Mapping[str, int]], int]
@@ -117,9 +124,13 @@ class LaunchRecord:
             ValueError: it is malformed; the message names the place.
         """
         _keys(data, "launch record", {"kernels", "buffers"})
-        buffers = tuple(_buffer(entry) for entry in data["buffers"])
+        buffers = tuple(_buffer(entry) for entry in _list(data["buffers"], "buffers"))
         names = {*TENSORS, *(buffer.name for buffer in buffers)}
-        return cls(tuple(_kernel(entry, names) for entry in data["kernels"]), buffers)
+        kernels = tuple(_kernel(entry, names) for entry in _list(data["kernels"], "kernels"))
+        for what, found in (("kernels", kernels), ("buffers", buffers)):
+            if len({entry.name for entry in found}) != len(found):
+                raise ValueError(f"two {what} have one name")
+        return cls(kernels, buffers)
 
 
 def compile_expression(text: str) -> Expression:
@@ -128,6 +139,8 @@ def compile_expression(text: str) -> Expression:
     Raises:
         ValueError: it is not of the language; nothing of it was run.
     """
+    if not isinstance(text, str) or len(text) > _LONGEST_EXPRESSION:
+        raise ValueError(f"expression {shown(text)}: it has to be text of at most {_LONGEST_EXPRESSION} characters")
     try:
         tree = ast.parse(text, mode="eval")
     except SyntaxError as error:
@@ -186,34 +199,38 @@ def _check_expression(node: ast.AST, text: str) -> None:
 
 def _kernel(entry: Any, names: set[str]) -> KernelLaunch:
     _keys(entry, "kernel", {"name", "grid", "block", "shared_bytes", "parameters"}, {"when"})
-    for key in ("block", "shared_bytes"):
-        if type(entry[key]) is not int or entry[key] < 0:
-            raise ValueError(f"kernel {entry['name']}: {key} is {entry[key]!r}, not a size")
+    name = _name(entry, "kernel")
     return KernelLaunch(
-        name=str(entry["name"]),
+        name=name,
         grid=compile_expression(entry["grid"]),
-        block=entry["block"],
-        shared_bytes=entry["shared_bytes"],
-        parameters=tuple(_parameter(parameter, names) for parameter in entry["parameters"]),
-        when=dict(entry.get("when", {})),
+        block=_number(entry, "block", f"kernel {name}", range(1, 1025)),
+        shared_bytes=_number(entry, "shared_bytes", f"kernel {name}", range(1 << 20)),
+        parameters=tuple(_parameter(parameter, names) for parameter in _list(entry["parameters"], "parameters")),
+        when=_when(entry, f"kernel {name}"),
     )
 
 
 def _parameter(entry: Any, names: set[str]) -> Parameter:
     _keys(entry, "parameter", {"name", "type"}, {"element", "extents", "box", "swizzle_bytes"})
-    name, type_ = entry["name"], entry["type"]
-    if type_ not in PARAMETER_BYTES:
-        raise ValueError(f"parameter {name}: type {type_!r} is none of {sorted(PARAMETER_BYTES)}")
+    name, type_ = _name(entry, "parameter"), entry["type"]
+    if not isinstance(type_, str) or type_ not in PARAMETER_BYTES:
+        raise ValueError(f"parameter {name}: type {shown(type_)} is none of {sorted(PARAMETER_BYTES)}")
     known = (
         names if type_ in ("pointer", "tensor_map") else _FLOATS if type_ == "float32" else set(LAUNCH_VALUES) - _FLOATS
     )
     if name not in known:
         raise ValueError(f"parameter {name}: there is no {type_} of that name")
+    map_keys = {"element", "extents", "box", "swizzle_bytes"}
+    _keys(entry, "parameter", {"name", "type"} | (map_keys if type_ == "tensor_map" else set()))
     if type_ != "tensor_map":
         return Parameter(name, type_)
-    extents, box = entry["extents"], entry["box"]
+    extents, box = _list(entry["extents"], "extents"), _list(entry["box"], "box")
     if len(extents) != len(box):
         raise ValueError(f"parameter {name}: {len(extents)} extents and a box of {len(box)}")
+    if not all(type(size) is int and 0 < size <= _LONGEST_BOX for size in box):
+        raise ValueError(f"parameter {name}: box {shown(box)} is not of sizes up to {_LONGEST_BOX}")
+    if entry["element"] not in DTYPES or _number(entry, "swizzle_bytes", f"parameter {name}") not in SWIZZLES:
+        raise ValueError(f"parameter {name}: element is one of {DTYPES}, swizzle_bytes one of {SWIZZLES}")
     tensor_map = TensorMap(
         entry["element"], tuple(compile_expression(extent) for extent in extents), tuple(box), entry["swizzle_bytes"]
     )
@@ -222,15 +239,42 @@ def _parameter(entry: Any, names: set[str]) -> Parameter:
 
 def _buffer(entry: Any) -> Buffer:
     _keys(entry, "buffer", {"name", "bytes"}, {"when", "else"})
-    otherwise = entry.get("else")
+    name, otherwise = _name(entry, "buffer"), entry.get("else")
     if otherwise is not None and otherwise not in TENSORS:
-        raise ValueError(f"buffer {entry['name']}: there is no tensor {otherwise!r}")
-    return Buffer(entry["name"], compile_expression(entry["bytes"]), dict(entry.get("when", {})), otherwise)
+        raise ValueError(f"buffer {name}: there is no tensor {shown(otherwise)}")
+    return Buffer(name, compile_expression(entry["bytes"]), _when(entry, f"buffer {name}"), otherwise)
+
+
+def _when(entry: Mapping[str, Any], what: str) -> Mapping[str, str]:
+    when = entry.get("when", {})
+    if not isinstance(when, Mapping) or not all(key in CALL_FACTS and when[key] in DTYPES for key in when):
+        raise ValueError(f"{what}: when is {shown(when)}; it maps {' or '.join(CALL_FACTS)} to one of {DTYPES}")
+    return dict(when)
+
+
+def _name(entry: Mapping[str, Any], what: str) -> str:
+    name = entry["name"]
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{what} name {shown(name)} is not a name")
+    return name
+
+
+def _number(entry: Mapping[str, Any], key: str, what: str, allowed: range = range(1 << 31)) -> int:
+    value = entry[key]
+    if type(value) is not int or value not in allowed:
+        raise ValueError(f"{what}: {key} is {shown(value)}, not a number from {allowed[0]} to {allowed[-1]}")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{what} is {shown(value)}, not a list")
+    return value
 
 
 def _keys(entry: Any, what: str, required: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{what} is {entry!r}, not an object")
+        raise ValueError(f"{what} is {shown(entry)}, not an object")
     missing, unknown = required - set(entry), set(entry) - required - optional
     if missing or unknown:
         raise ValueError(f"{what} {entry.get('name', '')}: missing {sorted(missing)}, unknown {sorted(unknown)}")

@@ -11,7 +11,7 @@ import torch
 from dsa_planner import envelope, streams
 from dsa_planner.arguments import ArgumentCheck, dtype_name, require_tensor
 from dsa_planner.driver import device as open_device
-from dsa_planner.errors import DeviceMismatchError, PlanNotFoundError, UnsupportedError
+from dsa_planner.errors import DeviceMismatchError, PlanNotFoundError, UnsupportedError, shown
 from dsa_planner.locate import find_plan
 from dsa_planner.plan import Plan
 
@@ -217,7 +217,7 @@ def _ordinal_of(device: Any) -> int:
         named = None
     if named is None or named.type != "cuda":
         raise UnsupportedError(
-            f"device={device!r}", "it is no CUDA device", 'give its ordinal, or for example "cuda:0"'
+            f"device={shown(device)}", "it is no CUDA device", 'give its ordinal, or for example "cuda:0"'
         )
     return torch.cuda.current_device() if named.index is None else named.index
 

@@ -18,7 +18,7 @@ from dsa_planner import envelope, streams
 from dsa_planner.arguments import ArgumentCheck, Tensors, dtype_name
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.driver import Device, call, cu, device, invoke, name_of_failure
-from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError, UnsupportedError
+from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError, UnsupportedError, shown
 from dsa_planner.launch_block import Block, BlockLayout, Shape, workspace_bytes
 from dsa_planner.launch_record import PARAMETER_BYTES, KernelLaunch, LaunchRecord
 
@@ -100,7 +100,9 @@ class Plan:
             raise envelope.refusal("d_index_k", dtype, "d_index_k cannot have this dtype", self.row.d_index_k)
         for name, extent in (("batch", batch), ("s_k", s_k)):
             if type(extent) is not int or extent < 0:
-                raise UnsupportedError(f"{name}={extent!r}", f"{name} must be a count", f"give {name} as an integer")
+                raise UnsupportedError(
+                    f"{name}={shown(extent)}", f"{name} must be a count", f"give {name} as an integer"
+                )
         values = {**self._constants, "keys": batch * s_k, "rows": 0, "s_q": 0, "id_limit": 0, "id_offset": 0}
         return workspace_bytes(self._record.buffers, values, dtype)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from dsa_planner.errors import DeviceMismatchError, UnsupportedError
+from dsa_planner.errors import DeviceMismatchError, UnsupportedError, shown
 
 __all__ = ["allocating_on", "current_handle", "handle_of"]
 
@@ -33,7 +33,7 @@ def handle_of(stream: Any, device: int) -> int:
     handle = _named_handle(stream)
     if handle is None or not 0 <= handle < 2**64:
         raise UnsupportedError(
-            f"stream {stream!r}" if type(stream) is int else f"stream of type {type(stream).__name__}",
+            f"stream {shown(stream)}" if type(stream) is int else f"stream of type {type(stream).__name__}",
             "it is neither a torch stream, nor a driver stream, nor a handle",
             "pass torch.cuda.current_stream(), or None for it",
         )

@@ -16,6 +16,16 @@ def refused(request: dict[str, object]) -> str:
     return str(error.value)
 
 
+def test_a_value_that_cannot_be_printed_is_refused_all_the_same() -> None:
+    assert refused({**GOOD, "topk": 10**5000}) == (
+        "topk=<int that cannot be printed>: backend default for sm_90a takes topk a multiple of 128 from 128 to 2048; "
+        "nearest is 2048"
+    )
+    long = refused({**GOOD, "backend": "x" * 10_000})
+    assert len(long) < 300
+    assert "\n" not in refused({**GOOD, "arch": "a\nb\r\0"})
+
+
 def test_defaults_are_filled_in_and_fields_ordered() -> None:
     assert envelope.plan_config(GOOD) == {
         "operator": "indexer_backward",

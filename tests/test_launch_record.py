@@ -34,10 +34,11 @@ def test_expressions_compute(text: str, expected: Any) -> None:
     [
         "", "rows +", "unknown", "rows.real", "rows[0]", "__import__('os')", "min(rows)", "min(rows, 1, 2)", "print(rows, 1)",
         "rows - 1", "rows / 2", "rows ** 2", "-rows", "1.5", "'a'", "True", "lambda: 1", "min(rows, key=1)", "rows; keys",
+        "1" + " + 1" * 3000, "-" * 100_000 + "1", "(" * 90 + "1" + ")" * 90 + "." * 100, 7, None, ["rows"],
         "sm_scale", "values", "ceil_div", "(rows, keys)", "rows if keys else 1", "min(*rows)", "f'{rows}'", "rows := 1",
     ],
 )  # fmt: skip
-def test_nothing_outside_the_language_compiles(text: str) -> None:
+def test_nothing_outside_the_language_compiles(text: Any) -> None:
     with pytest.raises(ValueError, match="expression"):
         compile_expression(text)
 
@@ -83,6 +84,26 @@ def test_grids_of_the_shipped_record() -> None:
         (lambda r: r["kernels"][1]["parameters"][0].update(extents=["head_dim", "x"]), "expression"),
         (lambda r: r["buffers"][0].update({"else": "nothing"}), "no tensor"),
         (lambda r: r["kernels"].append(7), "not an object"),
+        (lambda r: r.update(kernels=5), "kernels is 5, not a list"),
+        (lambda r: r.update(buffers={}), "buffers is {}, not a list"),
+        (lambda r: r["kernels"].append(r["kernels"][0]), "two kernels have one name"),
+        (lambda r: r["kernels"][0].update(block=0), "block is 0, not a number from 1 to 1024"),
+        (lambda r: r["kernels"][0].update(name=["x"]), "not a name"),
+        (lambda r: r["kernels"][0].update(grid=7), "has to be text"),
+        (lambda r: r["kernels"][0].update(parameters="xy"), "not a list"),
+        (lambda r: r["kernels"][0]["parameters"][0].update(type=["pointer"]), "none of"),
+        (lambda r: r["kernels"][0]["parameters"][0].update(box=[1]), "unknown"),
+        (lambda r: r["kernels"][1]["parameters"][0].pop("extents"), "missing"),
+        (lambda r: r["kernels"][1]["parameters"][0].update(box=["x", "y"]), "box"),
+        (lambda r: r["kernels"][1]["parameters"][0].update(box=[64, 257]), "box"),
+        (lambda r: r["kernels"][1]["parameters"][0].update(swizzle_bytes="x"), "swizzle_bytes"),
+        (lambda r: r["kernels"][1]["parameters"][0].update(swizzle_bytes=48), "swizzle_bytes"),
+        (lambda r: r["kernels"][1]["parameters"][0].update(element="fp8"), "element"),
+        (lambda r: r["kernels"][2].update(when={"colour": "red"}), "when"),
+        (lambda r: r["kernels"][2].update(when={"d_index_k": "fp16"}), "when"),
+        (lambda r: r["kernels"][2].update(when=["d_index_k"]), "when"),
+        (lambda r: r["buffers"][0].update(name=3), "not a name"),
+        (lambda r: r["buffers"][0].update({"else": ["d_index_k"]}), "no tensor"),
     ],
 )
 def test_a_malformed_record_is_refused(change: Any, message: str) -> None:
