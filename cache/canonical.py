@@ -1,7 +1,7 @@
 """Canonical JSON, the byte form from which every id is derived.
 
-One value has one form: object keys sorted, no spaces, ASCII only, and no floating-point numbers (two writers could
-spell one number differently). Standard library only.
+One value has one form: object keys sorted, no spaces, strings of printable ASCII, and no floating-point numbers (two
+writers could spell one number differently). Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["canonical_json", "digest"]
 
 
 def canonical_json(value: Any) -> bytes:
-    """Encode JSON-like data (str, int, bool, None, list, tuple, dict with str keys).
+    """Encode JSON-like data (str of printable ASCII, int, bool, None, list, tuple, dict with str keys).
 
     Raises:
         TypeError: for anything else; the message names the place in the value.
@@ -29,7 +29,11 @@ def digest(value: Any) -> str:
 
 
 def _check(value: Any, place: str) -> None:
-    if value is None or isinstance(value, (str, bool, int)):
+    if value is None or isinstance(value, (bool, int)):
+        return
+    if isinstance(value, str):
+        if not (value.isascii() and value.isprintable()):
+            raise TypeError(f"{place} is {value!r}; canonical JSON takes strings of printable ASCII only")
         return
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
@@ -39,6 +43,7 @@ def _check(value: Any, place: str) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"{place} has the key {key!r}; canonical JSON takes string keys only")
+            _check(key, f"a key of {place}")
             _check(item, f"{place}[{key!r}]")
         return
     raise TypeError(

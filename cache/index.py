@@ -1,11 +1,13 @@
 """The index of a writable layer: build times and remembered failures, in diskcache. Build side only.
 
 Nothing depends on it. Plans are found by name, checked by digest and evicted by mtime without it; losing it loses
-statistics. So every fault in it is swallowed here, and reading a plan never opens it.
+statistics. So every fault in it is swallowed here, no wait in it is longer than a second or two, and loading a plan
+never opens it.
 
-diskcache as published unpickles what it finds in its database (CVE-2025-69872) and opens and deletes files that a row
-names. ``RawDisk`` does neither: values and keys are plain text in the row itself, and a row that says otherwise is
-refused (tests/cache/test_index.py plants such rows).
+diskcache as published unpickles what it finds in its database (CVE-2025-69872), opens and deletes files that a row
+names, and sets any attribute of itself that the Settings table names; SQLite deletes the file that a planted rollback
+journal names. So a database is examined before it is opened, and ``RawDisk`` keeps keys and values as plain text in
+the row itself (tests/cache/test_index.py plants all of these).
 """
 
 from __future__ import annotations
@@ -14,23 +16,31 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import diskcache
-from diskcache.core import MODE_RAW
+from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 __all__ = ["Index", "RawDisk", "RefusedRowError"]
 
 log = logging.getLogger("dsa_planner.cache")
-_FAULTS = (OSError, sqlite3.Error, diskcache.Timeout, ValueError, TypeError)
-_MAX_VALUE = 64 << 10
+WAIT_SECONDS = 1.0
+_MAX_VALUE = 64 << 10  # characters
+_MAX_MESSAGE = 4 << 10
+_SETTINGS = {**DEFAULT_SETTINGS, "eviction_policy": "none", "cull_limit": 0}
+_FILES = {DBNAME, f"{DBNAME}-wal", f"{DBNAME}-shm"}
+_TABLES = {"Settings", "Cache"}
 T = TypeVar("T")
 
 
 class RefusedRowError(ValueError):
-    """A row of the index database that this project never writes: a pickle, or a reference to a file."""
+    """Something in the index that this project never writes: a pickle, a reference to a file, a foreign setting."""
 
 
 class RawDisk(diskcache.Disk):  # type: ignore[misc]
@@ -64,8 +74,28 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]
         log.warning("index row refers to the file %r; it is left alone", file_path)
 
 
+class _Cache(diskcache.Cache):  # type: ignore[misc]
+    """diskcache waits up to 60 seconds for a locked database whenever it is opened; this one waits ``WAIT_SECONDS``."""
+
+    @property
+    def _sql_retry(self) -> Callable[..., sqlite3.Cursor]:
+        execute: Callable[..., sqlite3.Cursor] = self._sql
+        deadline = time.monotonic() + WAIT_SECONDS
+
+        def retry(statement: str, values: Iterable[Any] = ()) -> sqlite3.Cursor:
+            while True:
+                try:
+                    return execute(statement, values)
+                except sqlite3.OperationalError as error:
+                    if str(error) != "database is locked" or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.005)
+
+        return retry
+
+
 class Index:
-    """Statistics about the builds of one writable layer.
+    """Statistics about the builds of one writable layer. One of these serves all threads of a process.
 
     Args:
         folder: the index's own folder inside the layer; created at the first write.
@@ -73,6 +103,7 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._lock = threading.Lock()
 
     def record_build(self, plan_id: str, build_id: str, seconds: float, size: int) -> None:
         """Note a finished build, and forget failures of the plan."""
@@ -80,52 +111,75 @@ class Index:
         self._write(
             lambda cache: (
                 cache.set(f"build/{plan_id}/{build_id}", json.dumps(value)),
-                cache.delete(f"failure/{plan_id}/{build_id}"),
+                cache.delete(f"failure/{plan_id}"),
             )
         )
 
     def record_failure(self, plan_id: str, build_id: str, message: str) -> None:
-        """Note why a build failed."""
-        self._write(lambda cache: cache.set(f"failure/{plan_id}/{build_id}", json.dumps({"message": message[:4096]})))
+        """Note why the latest build of a plan failed."""
+        value = {"build_id": build_id, "message": message[:_MAX_MESSAGE]}
+        self._write(lambda cache: cache.set(f"failure/{plan_id}", json.dumps(value)))
 
     def forget(self, plan_id: str, build_id: str) -> None:
         """Drop what is known of a build, for example after its eviction."""
-        self._write(
-            lambda cache: (cache.delete(f"build/{plan_id}/{build_id}"), cache.delete(f"failure/{plan_id}/{build_id}"))
-        )
+        self._write(lambda cache: cache.delete(f"build/{plan_id}/{build_id}"))
 
     def build(self, plan_id: str, build_id: str) -> dict[str, Any] | None:
         """What ``record_build`` noted: seconds and bytes."""
         return self._read(f"build/{plan_id}/{build_id}")
 
-    def failure(self, plan_id: str, build_id: str) -> str | None:
-        """The message that ``record_failure`` noted."""
-        found = self._read(f"failure/{plan_id}/{build_id}")
+    def failure(self, plan_id: str) -> str | None:
+        """Why the latest build of a plan failed; None if it did not."""
+        found = self._read(f"failure/{plan_id}")
         return str(found["message"]) if found and "message" in found else None
 
     def _open(self) -> diskcache.Cache:
         # diskcache expands ~ and $ in the path that it is given, which could lead it out of the layer.
         if os.path.expandvars(os.path.expanduser(str(self.folder))) != str(self.folder):
             raise ValueError(f"{self.folder} contains ~ or $, which the index cannot use")
-        return diskcache.Cache(
-            str(self.folder), timeout=5, disk=RawDisk, eviction_policy="none", cull_limit=0, statistics=0, tag_index=0
-        )
+        self._examine()
+        return _Cache(str(self.folder), timeout=WAIT_SECONDS, disk=RawDisk, **_SETTINGS)
+
+    def _examine(self) -> None:
+        """Refuse a folder or a database with something in it that this project does not put there."""
+        if self.folder.is_symlink():
+            raise RefusedRowError("it is a link")
+        for name in os.listdir(self.folder) if self.folder.exists() else ():
+            if name not in _FILES or not stat.S_ISREG((self.folder / name).lstat().st_mode):
+                raise RefusedRowError(f"{name!r} is not a file of the index")
+        if not (self.folder / DBNAME).exists():
+            return
+        uri = f"file:{quote(str(self.folder / DBNAME))}?mode=ro"
+        database = sqlite3.connect(uri, uri=True, timeout=WAIT_SECONDS)
+        try:
+            for kind, name, table in database.execute("SELECT type, name, tbl_name FROM sqlite_master"):
+                if (
+                    kind not in ("table", "index", "trigger")
+                    or table not in _TABLES
+                    or (kind == "table" and name != table)
+                ):
+                    raise RefusedRowError(f"the database has the {kind} {name!r}")
+            for key, value in database.execute("SELECT key, value FROM Settings"):
+                if key not in METADATA and (key not in _SETTINGS or value != _SETTINGS[key]):
+                    raise RefusedRowError(f"the database has the setting {key!r} = {value!r}")
+        finally:
+            database.close()
 
     def _write(self, action: Callable[[diskcache.Cache], object]) -> None:
         try:
-            with self._open() as cache:
+            with self._lock, self._open() as cache:
                 action(cache)
-        except _FAULTS as error:
+        except Exception as error:
             log.info("index %s: %s; statistics of this build are lost", self.folder, error)
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        if not (self.folder / "cache.db").exists():
-            return None
         try:
-            with self._open() as cache:
+            if not (self.folder / DBNAME).exists():
+                return None
+            with self._lock, self._open() as cache:
                 text = cache.get(key)
             value = json.loads(text) if text is not None else None
             return value if isinstance(value, dict) else None
-        except _FAULTS as error:
+        except Exception as error:
             log.info("index %s: %s; its statistics are unknown", self.folder, error)
             return None

@@ -14,7 +14,6 @@ import logging
 import os
 import stat
 import string
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,11 +22,12 @@ from pathlib import Path
 from dsa_planner.cache.planfile import MAX_BYTES, SUFFIX, PlanFile
 from dsa_planner.errors import PlanFileError
 
-__all__ = ["Entry", "Layer", "SearchPath", "read_only_layers"]
+__all__ = ["Entry", "Layer", "SearchPath", "version_key"]
 
 PLANS = "plans-v1"
 log = logging.getLogger("dsa_planner.cache")
 _HEX = frozenset(string.digits + "abcdef")
+_LONGEST_NUMBER = 9
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Layer:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.damaged: dict[Path, str] = {}
-        """Files that could not be used in this process, and why."""
+        """Files and folders that could not be used in this process, and why."""
+        self._examined = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.root)!r})"
@@ -69,13 +70,7 @@ class Layer:
         """The build ids that the layer holds of a plan, in no particular order."""
         if not is_id(plan_id):
             raise ValueError(f"a plan id is 64 hexadecimal digits, not {plan_id!r}")
-        try:
-            names = os.listdir(self.root / PLANS / plan_id)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            self._note(self.root / PLANS / plan_id, f"cannot be listed ({error.strerror})")
-            return []
+        names = self._names(self.root / PLANS / plan_id)
         return [name[: -len(SUFFIX)] for name in names if name.endswith(SUFFIX) and is_id(name[: -len(SUFFIX)])]
 
     def read(self, plan_id: str, build_id: str, record_use: bool = True) -> PlanFile | None:
@@ -87,9 +82,12 @@ class Layer:
             if plan.build_id != build_id:
                 raise PlanFileError(f"plan file {path}", f"it holds build {plan.build_id}", "remove or rename it")
         except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():
+                self._note(path, "it is a link that leads nowhere")
+            self._examine()
             return None
         except OSError as error:
-            self._note(path, f"cannot be read ({error.strerror})")
+            self._note(path, f"it cannot be read ({error.strerror})")
             return None
         except PlanFileError as error:
             self._note(path, error.rule)
@@ -101,24 +99,54 @@ class Layer:
 
     def find(self, plan_id: str) -> PlanFile | None:
         """The layer's best build of a plan: that of the newest compiler. None if there is no good one."""
-        plans = [plan for build_id in self.builds(plan_id) if (plan := self.read(plan_id, build_id)) is not None]
-        return max(plans, key=_newest, default=None)
+        plans = [plan for build_id in self.builds(plan_id) if (plan := self.read(plan_id, build_id, False)) is not None]
+        best = max(plans, key=_newest, default=None)
+        if best is not None:
+            self._used(self.path_of(plan_id, best.build_id))
+        return best
 
     def entries(self) -> Iterator[Entry]:
         """All plan files of the layer, unread, ordered by id."""
         base = self.root / PLANS
-        for plan_id in sorted(_names(base)):
+        for plan_id in sorted(self._names(base)):
             if not is_id(plan_id):
                 continue
             for build_id in sorted(self.builds(plan_id)):
                 path = self.path_of(plan_id, build_id)
                 with suppress(OSError):  # evicted since it was listed
-                    found = path.stat()
+                    found = path.lstat() if path.is_symlink() and not path.exists() else path.stat()
                     yield Entry(plan_id, build_id, path, found.st_size, found.st_mtime_ns)
+
+    def _names(self, folder: Path) -> list[str]:
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            self._examine()
+        except OSError as error:
+            self._note(folder, f"it cannot be listed ({error.strerror})")
+        return []
+
+    def _examine(self) -> None:
+        """After a miss, once: note it if there is no layer here at all. A writable layer need not exist yet."""
+        if self._examined:
+            return
+        self._examined = True
+        for folder in (self.root, self.root / PLANS):
+            try:
+                if not stat.S_ISDIR(folder.stat().st_mode):
+                    self._note(folder, "it is not a folder")
+                    return
+            except FileNotFoundError:
+                if not self.writable:
+                    self._note(folder, "there is no such folder")
+                return
+            except OSError as error:
+                self._note(folder, f"it cannot be read ({error.strerror})")
+                return
 
     def _note(self, path: Path, reason: str) -> None:
         if path not in self.damaged:
-            log.warning("%s: %s; it is skipped", path, reason)
+            log.warning("%s: %s; skipped", path, reason)
         self.damaged[path] = reason
 
     def _used(self, path: Path) -> None:
@@ -132,35 +160,32 @@ class SearchPath:
     """The layers of a process, in order: read-only ones, then at most one writable one.
 
     The writable layer is not touched before every read-only one has missed.
+
+    Args:
+        read_only: folders; one that is named twice, or is the writable one too, counts once.
+        writable: the writable layer.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = tuple(layers)
-        self.hits: Counter[str] = Counter()
-        """Hits by layer root."""
-        self.misses = 0
+    def __init__(self, read_only: Sequence[Path], writable: Layer | None = None) -> None:
+        last = [] if writable is None else [writable]
+        folders: dict[str, Path] = {}
+        for root in read_only:
+            folders.setdefault(os.path.realpath(root), root)
+        for layer in last:
+            folders.pop(os.path.realpath(layer.root), None)
+        self.layers = (*(Layer(root) for root in folders.values()), *last)
 
     def find(self, plan_id: str, build_id: str | None = None) -> tuple[PlanFile, Layer] | None:
         """A plan, and the layer that held it: of one build, or the first layer's best build."""
         for layer in self.layers:
             plan = layer.find(plan_id) if build_id is None else layer.read(plan_id, build_id)
             if plan is not None:
-                self.hits[str(layer.root)] += 1
                 return plan, layer
-        self.misses += 1
         return None
 
     def describe(self) -> str:
         """The searched folders, in words, for messages."""
         return ", ".join(str(layer.root) for layer in self.layers) or "no layer"
-
-
-def read_only_layers(roots: Sequence[Path]) -> list[Layer]:
-    """Layers for these folders; one that is not there is named in a warning, and then misses every plan."""
-    for root in roots:
-        if not root.is_dir():
-            log.warning("layer %s: there is no such folder; it is skipped", root)
-    return [Layer(root) for root in roots]
 
 
 def read_bounded(path: Path) -> bytes:
@@ -184,15 +209,17 @@ def read_bounded(path: Path) -> bytes:
         return file.read(MAX_BYTES + 1)
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
+def version_key(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for ordering: "4.8.1" -> (4, 8, 1)."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits or len(digits) > _LONGEST_NUMBER:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
 
 
-def _newest(plan: PlanFile) -> tuple[list[int], str]:
+def _newest(plan: PlanFile) -> tuple[tuple[int, ...], str]:
     """Order builds of one plan: by compiler version, then, to be the same everywhere, by build id."""
-    packages = plan.manifest["build"].get("packages", {})
-    version = str(packages.get("nvidia-cutlass-dsl", ""))
-    return [int(part) for part in version.split(".") if part.isdigit()], plan.build_id
+    return version_key(plan.manifest["build"]["packages"].get("nvidia-cutlass-dsl", "")), plan.build_id

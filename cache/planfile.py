@@ -45,6 +45,17 @@ _HEADER = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
 _MANIFEST_KEYS = {"identity", "build", "kernels", "sections"}
 _IDENTITY_KEYS = {"config", "sources", "options", "launch"}
+_KERNEL_FIELDS = {
+    "name": str,
+    "symbol": str,
+    "registers": int,
+    "stack_bytes": int,
+    "spill_store_bytes": int,
+    "spill_load_bytes": int,
+    "static_shared_bytes": int,
+    "dynamic_shared_bytes": int,
+    "parameters": list,
+}
 _REMEDY = "build it again with dsa-plan precompile"
 
 
@@ -52,9 +63,8 @@ def plan_id(identity: Mapping[str, Any]) -> str:
     """The plan id: what a plan is, whoever built it. 64 hexadecimal digits.
 
     Args:
-        identity: ``config`` (the plan config), ``sources`` (digest of the kernel sources), ``options`` (compile
-        options)
-            and ``launch`` (the launch record).
+        identity: ``config`` (the plan config), ``sources`` (digest of the kernel sources), ``options`` (of the
+            compiler) and ``launch`` (the launch record).
     """
     if set(identity) != _IDENTITY_KEYS:
         raise TypeError(f"a plan's identity has the keys {sorted(_IDENTITY_KEYS)}, not {sorted(identity)}")
@@ -151,20 +161,47 @@ class PlanFile:
 
 
 def _split(manifest: Any, body: memoryview, start: int) -> dict[str, bytes]:
-    """The sections that the manifest lists, which must fill the body exactly."""
-    if not isinstance(manifest, dict) or set(manifest) != _MANIFEST_KEYS:
-        raise ValueError(f"the manifest has the keys {sorted(_MANIFEST_KEYS)}")
-    if not isinstance(manifest["build"]["id"], str) or not isinstance(manifest["kernels"], list):
-        raise ValueError("build.id is a string and kernels a list")
+    """The sections that the manifest lists, which must fill the body exactly, once the manifest is what it must be."""
+    _require_object(manifest, "the manifest", _MANIFEST_KEYS)
+    identity, build, kernels = manifest["identity"], manifest["build"], manifest["kernels"]
+    _require_object(identity, "identity", _IDENTITY_KEYS)
+    _require_object(identity["config"], "identity.config")
+    _require(isinstance(identity["options"], str), "identity.options is a string")
+    _require_object(identity["launch"], "identity.launch")
+    _require(all(type(value) in (str, int, bool) for value in identity["config"].values()), "identity.config is flat")
+    _require_object(build, "build", {"id", "packages"})
+    _require_object(build["packages"], "build.packages")
+    _require(isinstance(build["id"], str), "build.id is a string")
+    _require(all(isinstance(version, str) for version in build["packages"].values()), "build.packages maps to strings")
+    _require(isinstance(kernels, list), "kernels is a list")
+    for kernel in kernels:
+        _require_object(kernel, "an entry of kernels", set(_KERNEL_FIELDS))
+        for name, kind in _KERNEL_FIELDS.items():
+            _require(type(kernel[name]) is kind, f"kernels.{name} is of type {kind.__name__}")
+        for parameter in kernel["parameters"]:
+            _require([type(item) for item in parameter] == [int, int], "kernels.parameters has offsets and sizes")
+    expected = [kernel["name"] for kernel in identity["launch"]["kernels"]]
+    _require(
+        [kernel["name"] for kernel in kernels] == expected, "kernels has an entry for each kernel of the launch record"
+    )
     sections: dict[str, bytes] = {}
     for entry in manifest["sections"]:
+        _require_object(entry, "an entry of sections", {"name", "bytes"})
         name, size = entry["name"], entry["bytes"]
-        if not isinstance(name, str) or type(size) is not int or size < 0 or name in sections:
-            raise ValueError(f"section entry {entry!r} is malformed")
+        _require(isinstance(name, str) and name not in sections, "a section has a name of its own")
+        _require(type(size) is int and size >= 0, "a section has a size")
         sections[name] = bytes(body[start : start + size])
         start += size
-    if start != len(body):
-        raise ValueError(f"the sections end at byte {start} of {len(body)}")
-    if "cubin" not in sections:
-        raise ValueError("there is no cubin section")
+    _require(start == len(body), f"the sections end where the file does: {start} is not {len(body)}")
+    _require("cubin" in sections, "there is a section cubin")
     return sections
+
+
+def _require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"it breaks the rule that {rule}")
+
+
+def _require_object(value: Any, name: str, keys: set[str] | None = None) -> None:
+    _require(isinstance(value, dict), f"{name} is an object")
+    _require(keys is None or set(value) == keys, f"{name} has the members {', '.join(sorted(keys or ()))}")

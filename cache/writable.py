@@ -5,16 +5,19 @@
   or none; a killed writer leaves a temporary file and nothing else. The bytes of a name never depend on who wrote
   them, so two writers of one plan cannot disagree.
 * **Recency** is the plan file's mtime, set at publish and at each hit, best effort. It needs no index and no lock.
-* **Eviction** is exact least-recently-used by bytes: as many of the oldest files as needed, no more, under a lock.
+* **Eviction** is exact least-recently-used by bytes: as many of the oldest files as needed, no more, under a lock that
+  only evictors take.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +30,11 @@ __all__ = ["Published", "RecordingLayer", "WritableLayer"]
 _CACHEDIR_TAG = (
     b"Signature: 8a477f597d28d172789f06886806bc55\n# Compiled GPU kernel plans of dsa-planner; safe to delete.\n"
 )
+log = logging.getLogger("dsa_planner.cache")
 _RENAME_ATTEMPTS = 8
+LOCK_SECONDS = 10
+TEMPORARY_SECONDS = 3600  # no writer takes so long
+QUARANTINED = 16  # files
 
 
 class RecordingLayer(Layer):
@@ -42,11 +49,10 @@ class RecordingLayer(Layer):
 
 @dataclass(frozen=True)
 class Published:
-    """What publishing did: the plan's entry, or None if it was kept out, and what had to go for it."""
+    """What publishing did: the plan's entry, and what had to go for it."""
 
-    entry: Entry | None
+    entry: Entry
     evicted: tuple[Entry, ...]
-    note: str = ""
 
 
 class WritableLayer(RecordingLayer):
@@ -61,37 +67,49 @@ class WritableLayer(RecordingLayer):
         super().__init__(root)
         self.limit_bytes = limit_bytes
 
-    def publish(self, plan: PlanFile) -> Published:
-        """Write a plan, then evict down to the limit. The plan just published is never evicted by its own publish.
+    def publish(self, plan: PlanFile, keep: Collection[Path] = ()) -> Published:
+        """Write a plan, and evict others down to the limit.
+
+        Args:
+            plan: the plan.
+            keep: plan files that must not be evicted for it, such as those of the same request.
 
         Raises:
-            CacheError: the layer cannot be written (no permission, no room, not a folder). Nothing is left behind.
+            CacheError: the layer cannot be written (no permission, no room, not a folder), or its limit has no room for
+            the plan beside those to keep. Nothing is left behind and nothing is evicted. Trouble with the eviction is
+            a warning: the plan is there.
         """
         data = plan.encode()
-        if len(data) > self.limit_bytes:
-            what = f"plan {plan.plan_id[:12]} has {len(data)} bytes"
-            return Published(None, (), f"{what}, more than the layer's limit of {self.limit_bytes}; it is not kept")
         target = self.path_of(plan.plan_id, plan.build_id)
         with self._errors("write", target):
             self._create()
+            self._require_room(plan, len(data), [path for path in keep if path != target])
             temporary = self.root / "tmp" / f"{plan.plan_id[:16]}.{os.getpid()}.{secrets.token_hex(8)}"
             try:
-                _write_synced(temporary, data)
+                used_ns = _write_synced(temporary, data)
                 _rename_into(temporary, target)
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
-            found = target.stat()
-        entry = Entry(plan.plan_id, plan.build_id, target, found.st_size, found.st_mtime_ns)
-        return Published(entry, tuple(self.evict(self.limit_bytes, keep=target)))
+        entry = Entry(plan.plan_id, plan.build_id, target, len(data), used_ns)
+        try:
+            return Published(entry, tuple(self.evict(self.limit_bytes, {*keep, target})))
+        except CacheError as error:  # the plan is there all the same
+            log.warning("%s", error)
+            return Published(entry, ())
 
-    def evict(self, limit_bytes: int, keep: Path | None = None, dry_run: bool = False) -> list[Entry]:
+    def _examine(self) -> None:
+        """``prepare`` says what is wrong with a layer that is to be written."""
+
+    def evict(self, limit_bytes: int, keep: Collection[Path] = (), dry_run: bool = False) -> list[Entry]:
         """Remove least-recently-used plans until the layer holds at most ``limit_bytes``; return what was (or would be)
-        removed, in order. ``keep`` is never removed.
+        removed, in order. The files to ``keep`` stay. One that cannot be removed is named in a warning and stays.
 
         Raises:
-            CacheError: a file cannot be removed.
+            CacheError: the layer cannot be locked.
         """
+        if sum(entry.bytes for entry in self.entries()) <= limit_bytes:
+            return []
         removed: list[Entry] = []
         with self._errors("evict from", self.root), contextlib.nullcontext() if dry_run else self._lock():
             entries = sorted(self.entries(), key=lambda entry: (entry.used_ns, str(entry.path)))
@@ -99,12 +117,8 @@ class WritableLayer(RecordingLayer):
             for entry in entries:
                 if excess <= 0:
                     break
-                if entry.path == keep:
+                if entry.path in keep or not (dry_run or _remove(entry.path)):
                     continue
-                if not dry_run:
-                    entry.path.unlink(missing_ok=True)
-                    with contextlib.suppress(OSError):
-                        entry.path.parent.rmdir()
                 excess -= entry.bytes
                 removed.append(entry)
         return removed
@@ -117,9 +131,42 @@ class WritableLayer(RecordingLayer):
         """
         with self._errors("write", self.root):
             self._create()
-            probe = self.root / "tmp" / f"probe.{os.getpid()}.{secrets.token_hex(8)}"
-            probe.touch()
-            probe.unlink()
+            for folder in (self.root / "tmp", self.root / PLANS):
+                probe = folder / f"probe.{os.getpid()}.{secrets.token_hex(8)}"
+                probe.touch()
+                probe.unlink()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what killed writers left, and all but the latest of the damaged files that were set aside."""
+
+        def by_age(folder: str) -> list[tuple[float, Path]]:
+            found = []
+            with contextlib.suppress(OSError):
+                for name in os.listdir(self.root / folder):
+                    with contextlib.suppress(OSError):
+                        found.append(((self.root / folder / name).lstat().st_mtime, self.root / folder / name))
+            return sorted(found)
+
+        now = time.time()
+        left = [path for used, path in by_age("tmp") if now - used > TEMPORARY_SECONDS]
+        set_aside = [path for _, path in by_age("quarantine")]
+        for path in (*left, *set_aside[: max(0, len(set_aside) - QUARANTINED)]):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _require_room(self, plan: PlanFile, size: int, others: Collection[Path]) -> None:
+        kept = 0
+        for path in others:
+            with contextlib.suppress(FileNotFoundError):
+                kept += path.stat().st_size
+        if size + kept > self.limit_bytes:
+            beside = f", beside {kept} bytes of plans that go with it" if kept else ""
+            raise CacheError(
+                f"plan {plan.plan_id[:12]} of {size} bytes",
+                f"it does not fit into the layer's limit of {self.limit_bytes} bytes{beside}",
+                f"set DSA_PLAN_CACHE_BYTES to {size + kept} or more",
+            )
 
     def _create(self) -> None:
         (self.root / "tmp").mkdir(parents=True, exist_ok=True)
@@ -137,10 +184,26 @@ class WritableLayer(RecordingLayer):
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        from filelock import FileLock  # not on the path of a hit
+        import filelock  # not on the path of a hit
 
-        with FileLock(self.root / "lock"):
+        path = self.root / "lock"
+        lock = filelock.FileLock(path, timeout=LOCK_SECONDS, mode=0o666)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise CacheError(
+                f"the lock {path}",
+                f"another process has held it for {LOCK_SECONDS} seconds",
+                "end that process, or set DSA_PLAN_CACHE_DIR to another folder",
+            ) from None
+        except NotImplementedError:
+            # A file system without locks. Two evictors at once may then take more than they need to.
             yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
 
     @contextlib.contextmanager
     def _errors(self, action: str, path: Path) -> Iterator[None]:
@@ -155,13 +218,27 @@ class WritableLayer(RecordingLayer):
             raise CacheError(f"cannot {action} {path}", f"{error.strerror or error}", remedy) from error
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _remove(path: Path) -> bool:
+    """Remove a plan file, and its folder where that was the last."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s: it cannot be evicted (%s); skipped", path, error.strerror)
+        return False
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+    return True
+
+
+def _write_synced(path: Path, data: bytes) -> int:
+    """Write a file and sync it; its modification time, in ns."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with open(descriptor, "wb") as file:
         file.write(data)
         file.flush()
         # Without this, a crash soon after the rename can leave an empty file under the final name.
         os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_mtime_ns
 
 
 def _rename_into(temporary: Path, target: Path) -> None:

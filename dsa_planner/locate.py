@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsa_planner.cache.layer import SearchPath, read_only_layers
+from dsa_planner import envelope
+from dsa_planner.cache.layer import SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.writable import RecordingLayer
 from dsa_planner.errors import PlanNotFoundError
@@ -17,17 +18,18 @@ __all__ = ["find_plan", "search_path"]
 
 def search_path(settings: Settings) -> SearchPath:
     """The layers of the settings, for reading."""
-    layers = read_only_layers(settings.read_only)
-    return SearchPath([*layers, RecordingLayer(settings.cache_dir)] if settings.cache_dir is not None else layers)
+    writable = None if settings.cache_dir is None else RecordingLayer(settings.cache_dir)
+    return SearchPath(settings.read_only, writable)
 
 
 def find_plan(config: Mapping[str, Any], settings: Settings | None = None) -> PlanFile:
-    """The plan of a complete config, from the first layer that has it.
+    """The plan of a config, from the first layer that has it.
 
     Raises:
-        UnsupportedError: this version does not build the config's backend and arch yet.
+        UnsupportedError: the config lies outside the envelope, or this version does not build its row yet.
         PlanNotFoundError: no layer holds it; the message has the command that builds it.
     """
+    config = envelope.plan_config(config)
     plan_id = plan_id_of(config)
     layers = search_path(Settings.from_environment() if settings is None else settings)
     found = layers.find(plan_id)

@@ -18,12 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsa_planner.errors import CacheError, UnsupportedError
+from dsa_planner.errors import CacheError, UnsupportedError, shown
 
 __all__ = ["DEFAULT_CACHE_BYTES", "Settings", "default_cache_dir"]
 
 DEFAULT_CACHE_BYTES = 1 << 30
 _FOLDER = "dsa-planner"
+_LONGEST_LIMIT = 18  # digits
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,21 @@ class Settings:
         """Read the variables.
 
         Raises:
-            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer.
+            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer, or a folder is relative to an unknown one.
         """
         env = os.environ if environment is None else environment
-        read_only = tuple(Path(entry) for entry in env.get("DSA_PLAN_PATH", "").split(os.pathsep) if entry)
+        entries = env.get("DSA_PLAN_PATH", "").split(os.pathsep)
+        read_only = tuple(_folder("DSA_PLAN_PATH", entry) for entry in entries if entry)
         chosen = env.get("DSA_PLAN_CACHE_DIR", "")
-        named = Path(chosen) if chosen else default_cache_dir(env)
-        cache_dir = None if chosen.lower() == "none" else named
+        if chosen.lower() == "none":
+            cache_dir = None
+        else:
+            cache_dir = _folder("DSA_PLAN_CACHE_DIR", chosen) if chosen else default_cache_dir(env)
         limit = env.get("DSA_PLAN_CACHE_BYTES", "") or str(DEFAULT_CACHE_BYTES)
-        if not limit.isascii() or not limit.isdigit() or int(limit) == 0:
+        if not (limit.isascii() and limit.isdigit() and len(limit) <= _LONGEST_LIMIT and int(limit) > 0):
             raise UnsupportedError(
-                f"DSA_PLAN_CACHE_BYTES={limit!r}",
-                "it is a number of bytes, a positive integer",
+                f"DSA_PLAN_CACHE_BYTES={shown(limit)}",
+                f"it has to be a number of bytes, a positive integer of at most {_LONGEST_LIMIT} digits",
                 "use for example 1073741824",
             )
         return cls(read_only, cache_dir, int(limit))
@@ -69,6 +73,18 @@ class Settings:
                 "set DSA_PLAN_CACHE_DIR to a folder",
             )
         return self.cache_dir
+
+
+def _folder(variable: str, text: str) -> Path:
+    """The absolute path of a folder that a variable names; ~ is the home folder, as in a shell."""
+    path = os.path.expanduser(text)
+    try:
+        if not path.startswith("~"):
+            return Path(os.path.abspath(path))
+        reason = "no home folder is known for it"
+    except OSError:
+        reason = "it is relative, and the working folder is gone"
+    raise UnsupportedError(f"{variable}={shown(text)}", reason, "give an absolute path")
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path | None:

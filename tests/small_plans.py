@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from dsa_planner.cache.planfile import PlanFile
 
@@ -13,11 +14,22 @@ def small_plan(number: int = 0, size: int = 100, build: str = "b", version: str 
     identity = {
         "config": {"topk": number},
         "sources": "0" * 64,
-        "options": {},
-        "launch": {"kernels": [], "buffers": []},
+        "options": "",
+        "launch": {"kernels": [{"name": "only"}], "buffers": []},
     }
     build_record = {"id": build * 64, "packages": {"nvidia-cutlass-dsl": version}}
-    return PlanFile.build(identity, build_record, [], {"cubin": bytes([number % 256]) * size})
+    return PlanFile.build(identity, build_record, [kernel_entry("only")], {"cubin": bytes([number % 256]) * size})
+
+
+def kernel_entry(name: str) -> dict[str, Any]:
+    """A kernel as a manifest describes it."""
+    numbers = ("registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes", "static_shared_bytes")
+    return {
+        "name": name,
+        "symbol": f"dsa_{name}_0",
+        **dict.fromkeys((*numbers, "dynamic_shared_bytes"), 0),
+        "parameters": [[0, 8]],
+    }
 
 
 def files(root: Path) -> list[str]:

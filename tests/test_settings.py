@@ -28,6 +28,29 @@ def test_variables_are_read() -> None:
     assert settings == Settings((Path("/a"), Path("/b c")), Path("/w"), 5000)
 
 
+def test_folders_are_absolute_and_may_begin_with_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    settings = Settings.from_environment({"DSA_PLAN_PATH": "~/a:b:../c", "DSA_PLAN_CACHE_DIR": "~"})
+    assert settings.read_only == (Path("/home/me/a"), tmp_path / "b", tmp_path.parent / "c")
+    assert settings.cache_dir == Path("/home/me")
+    with pytest.raises(
+        UnsupportedError, match="DSA_PLAN_PATH='~nobody-of-that-name/x': no home folder is known for it"
+    ):
+        Settings.from_environment({"DSA_PLAN_PATH": "~nobody-of-that-name/x"})
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        UnsupportedError, match="DSA_PLAN_CACHE_DIR='x': it is relative, and the working folder is gone"
+    ):
+        Settings.from_environment({"DSA_PLAN_CACHE_DIR": "x"})
+    assert Settings.from_environment({"DSA_PLAN_CACHE_DIR": "/x"}).cache_dir == Path("/x")
+
+
 def test_none_means_no_writable_layer() -> None:
     settings = Settings.from_environment({"DSA_PLAN_CACHE_DIR": "none"})
     assert settings.cache_dir is None
@@ -35,7 +58,7 @@ def test_none_means_no_writable_layer() -> None:
         settings.require_cache_dir()
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1G", "1.5", "٣", " 5"])
+@pytest.mark.parametrize("value", ["0", "-1", "1G", "1.5", "٣", " 5", "9" * 19, "9" * 5000])
 def test_a_limit_that_is_no_positive_integer_is_refused(value: str) -> None:
     with pytest.raises(UnsupportedError, match="DSA_PLAN_CACHE_BYTES"):
         Settings.from_environment({"DSA_PLAN_CACHE_BYTES": value})

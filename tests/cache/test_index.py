@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 import sqlite3
+import struct
+import threading
+import time
 from pathlib import Path
 
 import diskcache
@@ -42,9 +45,9 @@ def plant(index: Index, **columns: object) -> None:
 def test_what_is_recorded_comes_back(index: Index) -> None:
     assert index.build(PLAN, BUILD) == {"seconds": 2.5, "bytes": 1234}
     index.record_failure(PLAN, "c" * 64, "it broke")
-    assert index.failure(PLAN, "c" * 64) == "it broke"
+    assert index.failure(PLAN) == "it broke"
     index.record_build(PLAN, "c" * 64, 1.0, 1)
-    assert index.failure(PLAN, "c" * 64) is None
+    assert index.failure(PLAN) is None
     index.forget(PLAN, BUILD)
     assert index.build(PLAN, BUILD) is None
 
@@ -110,6 +113,138 @@ def test_only_text_goes_in() -> None:
         disk.store("x", True)
     with pytest.raises(RefusedRowError):
         disk.filename()
+    for row in ((MODE_RAW, "x.val", "text", False), (MODE_RAW, None, b"x", False), (MODE_RAW, None, "x", True)):
+        with pytest.raises(RefusedRowError):
+            disk.fetch(*row)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "_directory",
+        "directory",
+        "_disk",
+        "disk",
+        "_con",
+        "_local",
+        "timeout",
+        "_sql_retry",
+        "sqlite_x",
+        "disk_x",
+        "_timeout",
+    ],
+)
+def test_a_planted_setting_is_not_obeyed(index: Index, tmp_path: Path, key: str) -> None:
+    """diskcache sets every attribute of itself that this table names, its folder among them."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with sqlite3.connect(index.folder / "cache.db") as database:
+        database.execute("INSERT INTO Settings VALUES (?, ?)", (key, str(elsewhere)))
+    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    assert index.build(PLAN, BUILD) is None
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("sqlite_journal_mode", "delete"), ("eviction_policy", "least-recently-used")]
+)
+def test_a_changed_setting_is_refused(index: Index, key: str, value: str) -> None:
+    with sqlite3.connect(index.folder / "cache.db") as database:
+        database.execute("UPDATE Settings SET value = ? WHERE key = ?", (value, key))
+    assert index.build(PLAN, BUILD) is None
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE VIEW Extra AS SELECT 1",
+        "CREATE TABLE Extra (a)",
+        "CREATE TRIGGER extra AFTER INSERT ON Extra BEGIN SELECT 1; END",
+    ],
+)
+def test_a_foreign_table_is_refused(index: Index, statement: str) -> None:
+    with sqlite3.connect(index.folder / "cache.db") as database:
+        if "Extra BEGIN" in statement:
+            database.execute("CREATE TABLE Extra (a)")
+        database.execute(statement)
+    assert index.build(PLAN, BUILD) is None
+
+
+def plant_journal(folder: Path, victim: Path) -> None:
+    """A rollback journal as of a transaction over several databases, which names ``victim`` as the file they share.
+
+    SQLite plays it back at the next opening, and then removes the file that it names (sqlite.org: fileformat2, section
+    3, and lockingv3, section 5).
+    """
+    with sqlite3.connect(folder / "cache.db") as database:
+        database.execute("PRAGMA journal_mode = delete")
+        ((pages,),) = database.execute("PRAGMA page_count")
+        ((page_size,),) = database.execute("PRAGMA page_size")
+    database.close()
+    magic, sector, name = bytes.fromhex("d9d505f920a163d7"), 512, str(victim).encode()
+    header = magic + struct.pack(">IIIII", 0, 0x1234, pages, sector, page_size)
+    tail = struct.pack(">I", 0x40000000 // page_size + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    (folder / "cache.db-journal").write_bytes(header.ljust(sector, b"\0") + tail)
+
+
+def test_a_planted_journal_removes_no_file(index: Index, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    plant_journal(index.folder, victim)
+    index.record_build(PLAN, BUILD, 1.0, 1)
+    assert index.build(PLAN, BUILD) is None
+    assert victim.exists()
+    with sqlite3.connect(index.folder / "cache.db") as database:  # SQLite itself, with the same journal
+        database.execute("SELECT * FROM Cache").fetchall()
+    assert not victim.exists(), "the planted journal would not have removed it, so this test proves nothing"
+
+
+@pytest.mark.parametrize("name", ["cache.db", "cache.db-wal", "cache.db-shm"])
+def test_a_link_to_another_database_is_not_followed(index: Index, tmp_path: Path, name: str) -> None:
+    other = tmp_path / "other.db"
+    with sqlite3.connect(other) as database:
+        database.execute("CREATE TABLE users (name)")
+    before = other.read_bytes()
+    (index.folder / name).unlink(missing_ok=True)
+    (index.folder / name).symlink_to(other)
+    index.record_build(PLAN, BUILD, 1.0, 1)
+    assert index.build(PLAN, BUILD) is None
+    assert other.read_bytes() == before
+    folder = Index(tmp_path / "linked")
+    folder.folder.symlink_to(tmp_path)
+    folder.record_build(PLAN, BUILD, 1.0, 1)
+    assert not (tmp_path / "cache.db").exists()
+
+
+def test_a_database_that_somebody_holds_costs_seconds_not_minutes(index: Index) -> None:
+    holder = sqlite3.connect(index.folder / "cache.db", isolation_level=None)
+    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    holder.execute("UPDATE Settings SET value = value")
+    started = time.monotonic()
+    index.record_build(PLAN, BUILD, 1.0, 1)
+    assert index.build(PLAN, BUILD) is None
+    assert time.monotonic() - started < 10
+    holder.execute("ROLLBACK")
+    holder.close()
+    assert index.build(PLAN, BUILD) == {"seconds": 2.5, "bytes": 1234}
+
+
+@pytest.mark.parametrize("value", ["[" * 60_000, "7", "{", '"text"', '{"seconds": 1e999'])
+def test_a_planted_value_is_no_statistic(index: Index, value: str) -> None:
+    plant(index, value=value)
+    assert index.build(PLAN, BUILD) is None
+
+
+def test_threads_lose_nothing(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index")
+    names = [f"{n:064x}" for n in range(12)]
+    threads = [threading.Thread(target=index.record_build, args=(name, BUILD, 1.0, 1)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(index.build(name, BUILD) for name in names)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database at all", b"SQLite format 3\0" + b"\xff" * 4000])

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from small_plans import files, set_age, small_plan
 
-from dsa_planner.cache.layer import Layer, SearchPath, read_only_layers
+from dsa_planner.cache.layer import Layer, SearchPath, version_key
 from dsa_planner.cache.planfile import MAX_BYTES
 from dsa_planner.cache.writable import RecordingLayer, WritableLayer
 
@@ -78,7 +80,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["flipped", "truncated", "empty", "another plan", "another build", "folder", "fifo", "huge"]
+    "how", ["flipped", "truncated", "empty", "another plan", "another build", "folder", "fifo", "huge", "dangling link"]
 )
 def test_a_damaged_file_is_skipped_named_and_left_in_a_read_only_layer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
@@ -88,18 +90,19 @@ def test_a_damaged_file_is_skipped_named_and_left_in_a_read_only_layer(
     path = first.path_of(plan.plan_id, plan.build_id)
     damage(path, how)
     with caplog.at_level(logging.WARNING):
-        found = SearchPath([first, second]).find(plan.plan_id)
-    assert found == (plan, second)
+        search = SearchPath([first.root, second.root])
+        found = search.find(plan.plan_id)
+    assert found == (plan, search.layers[1])
     assert str(path) in caplog.text
-    assert path in first.damaged
-    assert path.exists()
+    assert list(search.layers[0].damaged) == [path]
+    assert path.exists() or path.is_symlink()
 
 
-def test_a_link_that_leads_nowhere_is_a_miss(tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_is_among_the_entries(tmp_path: Path) -> None:
     plan = small_plan()
     layer = layer_with(tmp_path, plan)
     damage(layer.path_of(plan.plan_id, plan.build_id), "dangling link")
-    assert layer.find(plan.plan_id) is None
+    assert [entry.plan_id for entry in layer.entries()] == [plan.plan_id]
 
 
 def test_a_damaged_file_in_the_writable_layer_is_set_aside(tmp_path: Path) -> None:
@@ -115,23 +118,57 @@ def test_a_damaged_file_in_the_writable_layer_is_set_aside(tmp_path: Path) -> No
     assert writable.find(plan.plan_id) == plan
 
 
-def test_layers_are_searched_in_order_and_hits_counted(tmp_path: Path) -> None:
+def test_layers_are_searched_in_order(tmp_path: Path) -> None:
     one, two = small_plan(1), small_plan(2)
-    first, second = layer_with(tmp_path / "a", one), layer_with(tmp_path / "b", one, two)
-    search = SearchPath([first, second])
-    assert search.find(one.plan_id) == (one, first)
-    assert search.find(two.plan_id) == (two, second)
+    layer_with(tmp_path / "a", one)
+    layer_with(tmp_path / "b", one, two)
+    search = SearchPath([tmp_path / "a", tmp_path / "b"])
+    assert search.find(one.plan_id) == (one, search.layers[0])
+    assert search.find(two.plan_id) == (two, search.layers[1])
     assert search.find("0" * 64) is None
-    assert (dict(search.hits), search.misses) == ({str(first.root): 1, str(second.root): 1}, 1)
+
+
+def test_a_folder_that_is_named_twice_is_one_layer_and_the_writable_one_where_it_is_that(tmp_path: Path) -> None:
+    plan = small_plan()
+    layer_with(tmp_path / "a", plan)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    writable = RecordingLayer(tmp_path / "b")
+    search = SearchPath([tmp_path / "a", tmp_path / "link", tmp_path / "b", tmp_path / "a" / "."], writable)
+    assert [layer.root for layer in search.layers] == [tmp_path / "a", tmp_path / "b"]
+    assert search.layers[1] is writable
+
+
+def test_of_several_builds_only_the_one_that_is_used_counts_as_used(tmp_path: Path) -> None:
+    old, new = small_plan(build="f", version="4.8.1"), small_plan(build="a", version="4.10.0")
+    layer_with(tmp_path, new, old)
+    recording = RecordingLayer(tmp_path)
+    paths = [recording.path_of(plan.plan_id, plan.build_id) for plan in (old, new)]
+    for path in paths:
+        os.utime(path, (1, 1))
+    recording.find(old.plan_id)
+    assert [path.stat().st_mtime > 1 for path in paths] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("version", "key"),
+    [
+        ("4.8.1", (4, 8, 1)), ("4.10.0", (4, 10, 0)), ("5.0.0rc1", (5, 0, 0)), ("4.8.1+cu13", (4, 8, 1)), ("", ()), ("x", ()),
+        ("4.²", (4,)), ("4." + "9" * 5000, (4,)),
+    ],
+)  # fmt: skip
+def test_versions_are_ordered_by_their_numbers(version: str, key: tuple[int, ...]) -> None:
+    assert version_key(version) == key
 
 
 def test_a_hit_in_a_read_only_layer_does_not_touch_the_writable_one(tmp_path: Path) -> None:
     plan = small_plan()
     image = layer_with(tmp_path / "image", plan)
     writable = tmp_path / "never" / "made"
-    assert SearchPath([image, RecordingLayer(writable)]).find(plan.plan_id) == (plan, image)
-    assert SearchPath([image, RecordingLayer(writable)]).find("0" * 64) is None
+    search = SearchPath([image.root], RecordingLayer(writable))
+    assert search.find(plan.plan_id) == (plan, search.layers[0])
+    assert search.find("0" * 64) is None
     assert not writable.parent.exists()
+    assert not search.layers[1].damaged, "a writable layer need not exist"
 
 
 def test_a_hit_in_the_writable_layer_is_recorded_in_the_mtime_alone(tmp_path: Path) -> None:
@@ -152,12 +189,42 @@ def test_a_layer_that_is_no_folder_or_missing_is_a_miss_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    roots = (tmp_path / "file", tmp_path / "missing", Path("/dev/null/x"))
-    for layer in read_only_layers(roots):
-        assert layer.find("0" * 64) is None
-        assert layer.read("0" * 64, "0" * 64) is None
-        assert list(layer.entries()) == []
-    assert [record.args for record in caplog.records] == [(root,) for root in roots]
+    (tmp_path / "other").mkdir()
+    roots = {
+        tmp_path / "file": "it is not a folder",
+        tmp_path / "missing": "there is no such folder",
+        tmp_path / "other": "there is no such folder",
+        Path("/dev/null/x"): "it cannot be read (Not a directory)",
+        tmp_path / ("x" * 300): "it cannot be listed (File name too long)",
+    }
+    for root, reason in roots.items():
+        caplog.clear()
+        for layer in (Layer(root), RecordingLayer(root)):
+            assert layer.find("0" * 64) is None
+            assert layer.read("0" * 64, "0" * 64) is None
+            assert list(layer.entries()) == []
+        assert reason in caplog.text, root
+        assert str(root) in caplog.text
+
+
+def test_a_layer_that_may_not_be_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    plan = small_plan()
+    layer_with(tmp_path / "layer", plan)
+    (tmp_path / "layer" / "plans-v1").chmod(0o700)
+    for folder in (*list(tmp_path.parents)[:-2], tmp_path):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    script = (
+        "import os, sys; from pathlib import Path; from dsa_planner.cache.layer import Layer\n"
+        "os.setuid(65534); layer = Layer(Path(sys.argv[1]))\n"
+        "assert layer.find(sys.argv[2]) is None and list(layer.entries()) == []; print(list(layer.damaged.values()))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "layer"), plan.plan_id]
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert out.returncode == 0, out.stderr
+    assert "it cannot be listed (Permission denied)" in out.stdout
 
 
 def test_foreign_files_in_a_layer_are_ignored(tmp_path: Path) -> None:

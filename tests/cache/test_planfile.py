@@ -9,19 +9,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_plans import kernel_entry
 
 from dsa_planner.cache.canonical import canonical_json
 from dsa_planner.cache.planfile import MAGIC, PlanFile, plan_id
 from dsa_planner.errors import PlanFileError
 
-IDENTITY = {"config": {"topk": 128}, "sources": "s" * 64, "options": {"opt-level": 3}, "launch": {"kernels": []}}
+IDENTITY = {
+    "config": {"topk": 128, "backend": "default", "deterministic": False},
+    "sources": "s" * 64,
+    "options": "--opt-level 3",
+    "launch": {"kernels": [{"name": "k"}]},
+}
 BUILD = {"id": "b" * 64, "packages": {"nvidia-cutlass-dsl": "4.8.1"}}
 
 
 def sample() -> PlanFile:
-    return PlanFile.build(
-        IDENTITY, BUILD, [{"name": "k", "registers": 7}], {"ptx": b".version 8.8\n", "cubin": b"\x7fELF"}
-    )
+    return PlanFile.build(IDENTITY, BUILD, [kernel_entry("k")], {"ptx": b".version 8.8\n", "cubin": b"\x7fELF"})
 
 
 def with_manifest(change: Any) -> bytes:
@@ -40,7 +44,7 @@ def test_a_file_gives_back_what_went_in() -> None:
     plan = PlanFile.decode(sample().encode(), "here", sample().plan_id)
     assert plan == sample()
     assert plan.cubin == b"\x7fELF"
-    assert plan.config == {"topk": 128}
+    assert plan.config == IDENTITY["config"]
     assert plan.build_id == "b" * 64
 
 
@@ -108,6 +112,24 @@ def test_another_format_version_is_named() -> None:
         lambda m: m["identity"].pop("launch"),
         lambda m: m["identity"].update(more=1),
         lambda m: m["build"].update(id=7),
+        lambda m: m["build"].update(packages=["x"]),
+        lambda m: m["build"]["packages"].update({"nvidia-cutlass-dsl": 4}),
+        lambda m: m["identity"].update(options={}),
+        lambda m: m["identity"].update(launch=7),
+        lambda m: m["identity"].update(config=7),
+        lambda m: m["identity"]["config"].update(topk=[1]),
+        lambda m: m["identity"]["launch"].update(kernels=7),
+        lambda m: m["identity"]["launch"].pop("kernels"),
+        lambda m: m["identity"]["launch"]["kernels"].append({"name": "another"}),
+        lambda m: m.update(kernels=[]),
+        lambda m: m.update(kernels=[7]),
+        lambda m: m["kernels"][0].update(name="other"),
+        lambda m: m["kernels"][0].pop("registers"),
+        lambda m: m["kernels"][0].update(colour=1),
+        lambda m: m["kernels"][0].update(registers="7"),
+        lambda m: m["kernels"][0].update(registers=True),
+        lambda m: m["kernels"][0].update(parameters=[[0]]),
+        lambda m: m["kernels"][0].update(parameters=[7]),
         lambda m: m.update(kernels={}),
         lambda m: m.update(sections=[]),
         lambda m: m["sections"].reverse() or m["sections"][0].update(bytes=-1),
@@ -118,8 +140,8 @@ def test_another_format_version_is_named() -> None:
     ],
 )
 def test_a_malformed_manifest_with_a_right_digest_is_refused(change: Any) -> None:
-    with pytest.raises(PlanFileError, match="plan file here"):
-        PlanFile.decode(with_manifest(change), "here", sample().plan_id)
+    with pytest.raises(PlanFileError, match="plan file here: its manifest cannot be read"):
+        PlanFile.decode(with_manifest(change), "here")
 
 
 @pytest.mark.parametrize(

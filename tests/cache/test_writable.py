@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from small_plans import files, set_age, small_plan
 
+from dsa_planner.cache import writable
 from dsa_planner.cache.layer import Layer
 from dsa_planner.cache.writable import WritableLayer
 from dsa_planner.errors import CacheError
@@ -31,8 +32,8 @@ def test_publish_leaves_the_plan_and_nothing_else(tmp_path: Path) -> None:
     layer = WritableLayer(tmp_path / "new" / "layer", BIG)
     plan = small_plan()
     published = layer.publish(plan)
-    assert published.entry is not None
     assert published.entry.path.read_bytes() == plan.encode()
+    assert [published.entry] == list(layer.entries())
     assert files(layer.root) == [f"plans-v1/{plan.plan_id}/{plan.build_id}.dsaplan"]
     assert (layer.root / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
 
@@ -78,13 +79,181 @@ def test_a_dry_run_says_what_would_go_and_removes_nothing(tmp_path: Path) -> Non
     assert present(layer) == {0, 1, 2}
 
 
-def test_a_plan_larger_than_the_limit_is_kept_out_with_a_message(tmp_path: Path) -> None:
+def test_a_plan_larger_than_the_limit_is_refused_and_nothing_is_evicted_for_it(tmp_path: Path) -> None:
     layer = WritableLayer(tmp_path, 1000)
     layer.publish(small_plan(1, size=10))
-    published = layer.publish(small_plan(2, size=5000))
-    assert published.entry is None
-    assert "more than the layer's limit of 1000" in published.note
+    plan = small_plan(2, size=5000)
+    size = len(plan.encode())
+    with pytest.raises(CacheError) as error:
+        layer.publish(plan)
+    assert str(error.value) == (
+        f"plan {plan.plan_id[:12]} of {size} bytes: it does not fit into the layer's limit of 1000 bytes; "
+        f"set DSA_PLAN_CACHE_BYTES to {size} or more"
+    )
     assert present(layer) == {1}
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_plan_is_never_evicted_for_one_that_it_goes_with(tmp_path: Path) -> None:
+    size = len(small_plan().encode())
+    layer = WritableLayer(tmp_path, 2 * size)
+    keep = frozenset(paths(layer, 1, 2, 3))
+    layer.publish(small_plan(0))
+    for number in (1, 2):
+        layer.publish(small_plan(number), keep)
+    assert present(layer) == {1, 2}
+    with pytest.raises(CacheError, match=f"beside {2 * size} bytes of plans that go with it; set .* to {3 * size} or"):
+        layer.publish(small_plan(3), keep)
+    assert present(layer) == {1, 2}
+    layer.publish(small_plan(1), keep)
+    assert present(layer) == {1, 2}, "publishing again needs no more room"
+
+
+def test_what_cannot_be_evicted_is_a_warning_and_the_next_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = len(small_plan().encode())
+    layer = WritableLayer(tmp_path, 2 * size + 5000)
+    folder = paths(layer, 0)[0]
+    folder.mkdir(parents=True)
+    os.utime(folder, (1, 1))
+    layer.publish(small_plan(1))
+    layer.publish(small_plan(2))
+    layer.limit_bytes = folder.stat().st_size + 2 * size
+    assert [entry.path for entry in layer.publish(small_plan(3)).evicted] == paths(layer, 1)
+    assert f"{folder}: it cannot be evicted" in caplog.text
+    assert present(layer) == {2, 3}
+
+
+def hold_lock(path: Path) -> subprocess.Popen[str]:
+    script = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_a_lock_that_is_never_released_costs_the_eviction_and_not_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writable, "LOCK_SECONDS", 0.2)
+    layer = WritableLayer(tmp_path, len(small_plan().encode()))
+    layer.publish(small_plan(1))
+    holder = hold_lock(tmp_path / "lock")
+    try:
+        assert layer.publish(small_plan(2)).evicted == ()
+        assert present(layer) == {1, 2}
+        assert "another process has held it for 0.2 seconds; end that process" in caplog.text
+        with pytest.raises(CacheError, match="the lock"):
+            layer.evict(0)
+    finally:
+        holder.kill()
+        holder.communicate()
+    layer.publish(small_plan(3))
+    assert present(layer) == {3}
+
+
+def test_a_publish_without_eviction_takes_no_lock(tmp_path: Path) -> None:
+    WritableLayer(tmp_path, BIG).publish(small_plan(1))
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_file_system_without_locks_still_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import filelock
+
+    def acquire(self: object, *arguments: object, **keywords: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    layer = WritableLayer(tmp_path, len(small_plan().encode()))
+    layer.publish(small_plan(1))
+    layer.publish(small_plan(2))
+    assert present(layer) == {2}
+
+
+def test_a_layer_is_shared_by_users_who_may_all_write_it(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming other users needs root")
+    for folder in (*list(tmp_path.parents)[:-2], tmp_path):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    root = tmp_path / "layer"
+    root.mkdir()
+    root.chmod(0o777)
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        "from dsa_planner.cache.writable import WritableLayer; from small_plans import small_plan\n"
+        "import filelock; os.umask(0); os.setuid(int(sys.argv[2])); size = len(small_plan().encode())\n"
+        "for n in sys.argv[3:]: WritableLayer(Path(sys.argv[1]), 2 * size).publish(small_plan(int(n)))"
+    )
+    for user, numbers in (("65534", "123"), ("65533", "456"), ("65534", "78")):
+        command = [sys.executable, "-c", script, str(root), user, *numbers]
+        out = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+        assert (out.returncode, out.stderr) == (0, "")
+    assert present(Layer(root)) == {7, 8}
+
+
+def test_a_new_plans_folder_that_an_evictor_removes_at_once_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, plan = WritableLayer(tmp_path, BIG), small_plan()
+    replace, removals = os.replace, 3
+
+    def evictor_first(source: Path, target: Path) -> None:
+        nonlocal removals
+        if removals:
+            removals -= 1
+            target.parent.rmdir()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", evictor_first)
+    layer.publish(plan)
+    assert layer.find(plan.plan_id) == plan
+
+
+def test_the_rename_reaches_the_disk_before_publish_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    plan = small_plan()
+    published = WritableLayer(tmp_path, BIG).publish(plan)
+    file, *folders = synced
+    assert file.startswith(str(tmp_path / "tmp"))
+    assert folders == [str(published.entry.path.parent), str(published.entry.path.parent.parent)]
+
+
+def test_prepare_finds_out_what_cannot_be_written_and_tidies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = WritableLayer(tmp_path, BIG)
+    layer.publish(small_plan())
+    (tmp_path / "quarantine").mkdir()
+    for number in range(30):
+        (tmp_path / "quarantine" / str(number)).touch()
+        os.utime(tmp_path / "quarantine" / str(number), (number, number))
+    for name, age in (("old", 7200), ("new", 60)):
+        (tmp_path / "tmp" / name).touch()
+        set_age(tmp_path / "tmp" / name, age)
+    layer.prepare()
+    assert os.listdir(tmp_path / "tmp") == ["new"]
+    assert sorted(map(int, os.listdir(tmp_path / "quarantine"))) == list(range(14, 30))
+    assert present(layer) == {0}
+    touch = Path.touch
+    for folder in ("tmp", "plans-v1"):
+
+        def refuse(path: Path, folder: str = folder) -> None:
+            if path.parent.name == folder:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            touch(path)
+
+        monkeypatch.setattr(Path, "touch", refuse)
+        with pytest.raises(CacheError, match="Permission denied"):
+            layer.prepare()
 
 
 def test_the_plan_just_published_is_not_evicted_for_itself(tmp_path: Path) -> None:
