@@ -234,27 +234,37 @@ def main() -> None:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+        getattr(sys, stream).reconfigure(errors="backslashreplace")
     logging.basicConfig(format="dsa-plan: %(message)s", level=logging.WARNING)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently, as other commands do, when the reader goes away
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     sys.exit(_run())
 
 
 def _run() -> int:
+    """Run the command and see that its answer is written; the exit code."""
+    try:
+        code = _run_command()
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered cannot be written either
+        if isinstance(error, BrokenPipeError):  # the reader has all that it wants; click sees it so too
+            return 1
+        place = "standard output" if error.filename is None else str(error.filename)
+        _complain(f"cannot use {place}: {error.strerror or error}; mend that, or name another place")
+        return 1
+
+
+def _run_command() -> int:
     try:
         code = app(standalone_mode=False)
-        sys.stdout.flush()
     except errors.DsaPlannerError as error:
         _complain(error)
         return exit_code(error)
     except Ended as end:
         _complain(f"ended by {signal.Signals(end.number).name}; {_KEPT}")
         return 128 + end.number
-    except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is buffered cannot be written either
-        _complain(f"cannot write the answer: {error.strerror}; send standard output elsewhere")
-        return 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # a usage error of typer, which keeps its own copy of click
             raise

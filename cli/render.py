@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dsa_planner import envelope
+from dsa_planner.cache.index import Index
 from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cli.request import NotAvailable, Verdict
@@ -28,7 +29,7 @@ _WIDTH = 10_000  # columns: a line that is too long for the terminal wraps there
 
 
 def _console() -> Console:
-    return Console(width=_WIDTH, highlight=False)
+    return Console(width=_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def _print_json(value: Any) -> None:
@@ -45,7 +46,7 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 @contextmanager
 def progress(total: int, enabled: bool) -> Iterator[Callable[[Outcome], None]]:
     """A progress bar on standard error, where that is a terminal."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     columns = (
         TextColumn("compiling"),
         BarColumn(),
@@ -67,9 +68,9 @@ def resources(plan: PlanFile) -> dict[str, int]:
     """The largest register count and shared memory (bytes) of a plan's kernels, and all their spills (bytes)."""
     kernels = plan.manifest["kernels"]
     return {
-        "registers": max(kernel["registers"] for kernel in kernels),
+        "registers": max((kernel["registers"] for kernel in kernels), default=0),
         "spill_bytes": sum(kernel["spill_store_bytes"] + kernel["spill_load_bytes"] for kernel in kernels),
-        "shared_bytes": max(kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"] for kernel in kernels),
+        "shared_bytes": max((k["static_shared_bytes"] + k["dynamic_shared_bytes"] for k in kernels), default=0),
     }
 
 
@@ -175,8 +176,12 @@ def listing(search: SearchPath, json: bool) -> None:
 
 def plan(found: PlanFile, layer: Layer, json: bool) -> None:
     """One plan."""
+    noted = Index(layer.root / "index").build(found.plan_id, found.build_id) if layer.writable else None
+    seconds = noted.get("seconds") if noted else None
     if json:
-        _print_json({"plan_id": found.plan_id, "layer": str(layer.root), "manifest": found.manifest})
+        _print_json(
+            {"plan_id": found.plan_id, "layer": str(layer.root), "seconds": seconds, "manifest": found.manifest}
+        )
         return
     console = _console()
     facts = _table("", "")
@@ -189,6 +194,7 @@ def plan(found: PlanFile, layer: Layer, json: bool) -> None:
         facts.add_row(name, str(value).lower() if isinstance(value, bool) else str(value))
     packages = found.manifest["build"].get("packages", {})
     facts.add_row("compiler", ", ".join(f"{name} {version}" for name, version in packages.items()))
+    facts.add_row("compiled in", "unknown" if seconds is None else f"{seconds} s")
     facts.add_row("sections", ", ".join(f"{name} {len(data)} bytes" for name, data in found.sections.items()))
     console.print(facts)
     console.print()
@@ -211,7 +217,7 @@ def plan(found: PlanFile, layer: Layer, json: bool) -> None:
 
 
 def section(data: bytes, output: Path | None) -> None:
-    """Write a section of a plan file; a file is there whole or not at all.
+    """Write a section of a plan file; a regular file is there whole or not at all.
 
     Raises:
         CacheError: the file cannot be written.
@@ -225,14 +231,19 @@ def section(data: bytes, output: Path | None) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    target = Path(os.path.realpath(output))
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
+        if target.exists() and not target.is_file():  # a pipe or a device is written into, never replaced
+            target.write_bytes(data)
+            return
         temporary.write_bytes(data)
-        temporary.replace(output)
+        temporary.replace(target)
     except OSError as error:
+        raise CacheError(f"cannot write {output}", str(error.strerror), "choose another --output") from None
+    finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise CacheError(f"cannot write {output}", str(error.strerror), "choose another --output") from None
 
 
 def envelope_table(json: bool) -> None:
@@ -256,6 +267,11 @@ def verdicts(found: Sequence[Verdict], search: SearchPath, json: bool) -> None:
     plan_ids = [plan_id_of(v.config) if v.config is not None else None for v in found]
     hits = [search.find(plan_id) if plan_id is not None else None for plan_id in plan_ids]
     layers = [str(hit[1].root) if hit is not None else None for hit in hits]
+    indices = [Index(layer.root / "index") for layer in search.layers if layer.writable]
+    failures = [
+        next((text for index in indices if plan_id and not hit and (text := index.failure(plan_id))), None)
+        for plan_id, hit in zip(plan_ids, hits, strict=True)
+    ]
     if json:
         _print_json(
             [
@@ -265,17 +281,20 @@ def verdicts(found: Sequence[Verdict], search: SearchPath, json: bool) -> None:
                     "config": v.config,
                     "plan_id": plan_id,
                     "layer": layer,
+                    "last_failure": failure,
                     "refused": str(v.refusal) if v.refusal else None,
                 }
-                for v, plan_id, layer in zip(found, plan_ids, layers, strict=True)
+                for v, plan_id, layer, failure in zip(found, plan_ids, layers, failures, strict=True)
             ]
         )
     else:
         console = _console()
-        for v, plan_id, layer in zip(found, plan_ids, layers, strict=True):
+        for v, plan_id, layer, failure in zip(found, plan_ids, layers, failures, strict=True):
             if v.config is not None:
                 fields = " ".join(f"{name}={envelope.describe([value])}" for name, value in v.config.items())
-                console.print(f"supported: {fields}; plan {plan_id}; {f'in {layer}' if layer else 'not compiled yet'}")
+                where = f"in {layer}" if layer else "not compiled yet"
+                where += f"; the last attempt failed: {failure}" if failure else ""
+                console.print(f"supported: {fields}; plan {plan_id}; {where}")
             else:
                 console.print(f"refused: {v.refusal}")
     refusals = [verdict.refusal for verdict in found if verdict.refusal is not None]

@@ -9,7 +9,7 @@ from typing import Any
 from dsa_planner import envelope
 from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.errors import PlanNotFoundError, UnsupportedError
+from dsa_planner.errors import PlanNotFoundError, UnsupportedError, shown
 
 __all__ = ["Matrix", "NotAvailable", "Verdict", "integer", "matrix", "plan_by_prefix", "verdicts"]
 
@@ -141,11 +141,11 @@ def plan_by_prefix(search: SearchPath, prefix: str, build: str | None = None) ->
     builds: set[str | None] = {None}
     if build is not None:
         builds = {e.build_id for e in entries if e.plan_id in plans and e.build_id.startswith(build.lower())}
-    what = f"plan {prefix!r}" if build is None else f"plan {prefix!r} of build {build!r}"
+    what = f"plan {shown(prefix)}" if build is None else f"plan {shown(prefix)} of build {shown(build)}"
     for kind, matches in (("plans", plans), ("builds", builds)):
         if len(matches) > 1:
-            shown = ", ".join(sorted(str(match)[:16] for match in matches)[:8])
-            raise PlanNotFoundError(what, f"{len(matches)} {kind} begin so ({shown})", "give more digits")
+            some = ", ".join(sorted(str(match)[:16] for match in matches)[:8])
+            raise PlanNotFoundError(what, f"{len(matches)} {kind} begin so ({some})", "give more digits")
     found = search.find(plans.pop(), builds.pop()) if plans and builds else None
     if found is None:
         raise PlanNotFoundError(what, f"no intact plan in {search.describe()} begins so", "see dsa-plan list")
@@ -167,9 +167,8 @@ def integer(option: str, text: str, example: int, least: int = -(10**9)) -> int:
     if digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(text) >= least:
         return int(text)
     bound = f" of at least {least}" if least > 0 else ""
-    shown = text if len(text) <= 40 else text[:40] + "..."
     raise UnsupportedError(
-        f"{option} {shown!r}", f"it has to be a whole number{bound}", f"give for example {option} {example}"
+        f"{option} {shown(text)}", f"it has to be a whole number{bound}", f"give for example {option} {example}"
     )
 
 
@@ -202,7 +201,7 @@ def _words(option: str, text: str) -> tuple[str, ...]:
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if not all(words):
         raise UnsupportedError(
-            f"{option} {text!r}",
+            f"{option} {shown(text)}",
             "it has to be a list separated by commas, without empty entries",
             "remove the extra comma, or the option",
         )

@@ -2,8 +2,8 @@
 
 The result is a pure function of the plan's identity and the compiler packages. Everything else that could change it
 is shut out: the child gets a private directory, a fixed environment without CUTE_DSL_* variables, an explicit arch,
-and kernel modules of fixed names; it reports which kernel sources it loaded, and one that the plan's digest does not
-cover is an error.
+and kernel modules of fixed names, written out from the very bytes that the plan id digests; no other module of this
+package is within its reach. It reports which compiler it imported, which must be the one that the build id names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,15 +26,15 @@ from dsa_planner import cubin as cubin_reader
 from dsa_planner import envelope, toolchain
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import CompileError
-from dsa_planner.identity import identity_of
+from dsa_planner.identity import identity_of, kernel_of
 from dsa_planner.kernels import catalogue
 from dsa_planner.launch_record import PARAMETER_BYTES, LaunchRecord
 
 __all__ = ["DEFAULT_TIMEOUT", "Compiled", "compile_plan"]
 
 DEFAULT_TIMEOUT = 300.0
+STOP_SECONDS = 0.2  # within which a compilation notices that it is to stop
 _SCRUBBED_PREFIXES = ("CUTE_", "CUTLASS_", "PYTHONHASHSEED", "NVVM_", "MLIR_", "LLVM_")
-_WORKER = Path(__file__).with_name("compile_worker.py")
 
 
 @dataclass(frozen=True)
@@ -44,80 +45,118 @@ class Compiled:
     seconds: float
 
 
-def compile_plan(config: Mapping[str, Any], timeout: float = DEFAULT_TIMEOUT) -> Compiled:
-    """Compile the plan of a complete config (see ``envelope.plan_config``).
+def compile_plan(
+    config: Mapping[str, Any], timeout: float = DEFAULT_TIMEOUT, stop: threading.Event | None = None
+) -> Compiled:
+    """Compile a plan.
 
     Safe to call from several threads at once: each call runs its own process.
 
+    Args:
+        config: the config; fields that are left out have their defaults.
+        timeout: seconds that the compiler may take.
+        stop: ends the compilation when it is set, from another thread.
+
     Raises:
-        UnsupportedError: this version does not build the config's backend and arch yet.
+        UnsupportedError: the config lies outside the envelope, or this version does not build its row yet.
         CompilerMissingError: nvidia-cutlass-dsl is not installed.
-        CompileError: the compiler failed, took longer than ``timeout`` seconds, or returned something else than the
-        plan.
+        CompileError: the compiler failed, took longer than ``timeout`` seconds, was stopped, or returned something else
+        than the plan.
     """
     identity = identity_of(config)
+    config = identity["config"]
     tools = toolchain.installed()
-    kernel = catalogue.load(envelope.require_built(envelope.support_of(config)))
+    toolchain.verify()
     label = f"plan {config['backend']} {config['arch']} topk={config['topk']}"
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="dsa-plan-") as folder:
-        answer = _run_worker(kernel, config, Path(folder), timeout, label)
-        unlisted = set(answer["sources"]) - set(kernel.sources) - {"__init__.py"}
-        if unlisted:
-            raise CompileError(
-                label,
-                f"the compilation read {', '.join(sorted(unlisted))}, which {kernel.name}.json does not list",
-                "list them, so that the plan id covers them",
-            )
-        cubin = (Path(folder) / "plan.cubin").read_bytes()
-        ptx = (Path(folder) / "plan.ptx").read_bytes()
+    try:
+        with tempfile.TemporaryDirectory(prefix="dsa-plan-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            _run_worker(kernel_of(config), identity, folder, timeout, stop or threading.Event(), label)
+            cubin, ptx = (folder / "plan.cubin").read_bytes(), (folder / "plan.ptx").read_bytes()
+    except OSError as error:
+        raise CompileError(
+            label, f"the compiler cannot be run ({error})", "free memory or disk space, or set TMPDIR to another folder"
+        ) from None
     kernels = _checked_kernels(config, identity["launch"], cubin, ptx, label)
     build = {"id": tools.build_id, "packages": tools.packages}
     plan = PlanFile.build(identity, build, kernels, {"cubin": cubin, "ptx": ptx})
     return Compiled(plan, time.monotonic() - started)
 
 
-def compiler_options(arch: str, options: Mapping[str, Any]) -> str:
-    """The option string for ``cute.compile``: the arch always, then the kernel's own options in name order."""
-    own = [f"--{name} {value}" for name, value in sorted(options.items())]
-    return " ".join([f"--gpu-arch {arch}", *own, "--keep-cubin", "--keep-ptx"])
+def _write_sources(kernel: catalogue.Kernel, folder: Path) -> None:
+    """A package ``dsa_planner.kernels`` with the kernel's sources and nothing else."""
+    package = folder / "dsa_planner" / "kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
+    for name, content in kernel.sources.items():
+        (package / name).write_bytes(content)
 
 
 def _run_worker(
-    kernel: catalogue.Kernel, config: Mapping[str, Any], folder: Path, timeout: float, label: str
-) -> dict[str, Any]:
+    kernel: catalogue.Kernel,
+    identity: Mapping[str, Any],
+    folder: Path,
+    timeout: float,
+    stop: threading.Event,
+    label: str,
+) -> None:
+    config = identity["config"]
+    _write_sources(kernel, folder / "sources")
     request = {
-        "sys_path": [entry or os.getcwd() for entry in sys.path],
+        "parent": os.getpid(),
+        "sys_path": [str(folder / "sources"), *(os.path.abspath(entry) for entry in sys.path)],
         "module": kernel.module,
-        "config": dict(config),
-        "options": compiler_options(config["arch"], kernel.options),
+        "config": config,
+        "options": identity["options"],
     }
     child = subprocess.Popen(
-        [sys.executable, "-B", str(_WORKER)],
+        [sys.executable, "-B", str(toolchain.WORKER)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=folder,
         env=_environment(folder, config["arch"]),
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,  # so that a time-out ends the compiler's own children too
     )
     try:
-        out, err = child.communicate(json.dumps(request), timeout=timeout)
-    except BaseException as error:
+        out, err = _communicate(child, json.dumps(request), timeout, stop, label)
+    except BaseException:
         _kill(child)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise CompileError(
-                label, f"the compiler took longer than {timeout:g} seconds", "raise --timeout, or use fewer jobs"
-            ) from None
         raise
     if child.returncode != 0:
-        raise CompileError(label, _failure(child.returncode, err), "report it with the output of dsa-plan explain")
+        raise CompileError(label, _failure(child.returncode, err), "mend what it names, or report it")
     try:
-        answer: dict[str, Any] = json.loads(out)
-    except ValueError:
+        compiler = os.path.realpath(json.loads(out)["compiler"])
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise CompileError(label, f"the compiler answered {out[:200]!r}", "report it") from None
-    return answer
+    if compiler not in toolchain.installed().files:
+        raise CompileError(
+            label,
+            f"{compiler} was imported as the compiler, which is not a file of the installed {toolchain.PACKAGE}",
+            "remove it from the working folder or PYTHONPATH",
+        )
+
+
+def _communicate(
+    child: subprocess.Popen[str], request: str, timeout: float, stop: threading.Event, label: str
+) -> tuple[str, str]:
+    """What the child prints on its two streams, in at most ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    text: str | None = request
+    while not stop.is_set():
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise CompileError(
+                label, f"the compiler took longer than {timeout:g} seconds", "raise --timeout, or use fewer jobs"
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.communicate(text, timeout=min(remaining, STOP_SECONDS))
+        text = None
+    raise CompileError(label, "it was stopped", "ask again")
 
 
 def _environment(folder: Path, arch: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """From a plan config to the plan id: what a plan is, computed without compiling it.
 
-The identity is the config, the digest of the kernel sources, the compile options and the launch record. The shape of a
-launch (batch, S_q, S_k), its scalars and the device's SM count are never part of it: one plan covers every shape.
+The identity is the config, the digest of the kernel sources, the compiler's options and the launch record. The shape of
+a launch (batch, S_q, S_k), its scalars and the device's SM count are never part of it: one plan covers every shape.
 Standard library only.
 """
 
@@ -14,24 +14,43 @@ from dsa_planner import envelope
 from dsa_planner.cache.planfile import plan_id
 from dsa_planner.kernels import catalogue
 
-__all__ = ["identity_of", "plan_id_of"]
+__all__ = ["compiler_options", "identity_of", "kernel_of", "plan_id_of"]
 
 
-def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of the plan for a complete config (see ``envelope.plan_config``).
+def kernel_of(config: Mapping[str, Any]) -> catalogue.Kernel:
+    """The kernel that serves a complete config.
 
     Raises:
         UnsupportedError: the envelope names the config's row, and this version does not build it yet.
     """
-    kernel = catalogue.load(envelope.require_built(envelope.support_of(config), config))
+    return catalogue.load(envelope.require_built(envelope.support_of(config), config))
+
+
+def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a plan.
+
+    Args:
+        config: its config; fields that are left out have their defaults.
+
+    Raises:
+        UnsupportedError: the config lies outside the envelope, or this version does not build its row yet.
+    """
+    complete = envelope.plan_config(config)
+    kernel = kernel_of(complete)
     return {
-        "config": dict(config),
+        "config": complete,
         "sources": kernel.source_digest,
-        "options": dict(kernel.options),
+        "options": compiler_options(complete["arch"], kernel.options),
         "launch": dict(kernel.launch),
     }
 
 
+def compiler_options(arch: str, options: Mapping[str, Any]) -> str:
+    """The option string for ``cute.compile``: the arch always, then the kernel's own options in name order."""
+    own = [f"--{name} {value}" for name, value in sorted(options.items())]
+    return " ".join([f"--gpu-arch {arch}", *own, "--keep-cubin", "--keep-ptx"])
+
+
 def plan_id_of(config: Mapping[str, Any]) -> str:
-    """The plan id of a complete config, 64 hexadecimal digits."""
+    """The plan id of a config, 64 hexadecimal digits; errors as ``identity_of``."""
     return plan_id(identity_of(config))

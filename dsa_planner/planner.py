@@ -7,15 +7,16 @@ process of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsa_planner import toolchain
+from dsa_planner import envelope, toolchain
 from dsa_planner.cache.index import Index
-from dsa_planner.cache.layer import SearchPath, read_only_layers
+from dsa_planner.cache.layer import SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.writable import WritableLayer
 from dsa_planner.compiler import DEFAULT_TIMEOUT, compile_plan
@@ -42,7 +43,6 @@ class Outcome:
     bytes: int = 0
     seconds: float = 0.0
     error: DsaPlannerError | None = None
-    note: str = ""
 
 
 class Planner:
@@ -50,11 +50,10 @@ class Planner:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.writable = (
-            WritableLayer(settings.cache_dir, settings.cache_bytes) if settings.cache_dir is not None else None
-        )
-        layers = read_only_layers(settings.read_only)
-        self.search = SearchPath([*layers, self.writable] if self.writable is not None else layers)
+        self.writable: WritableLayer | None = None
+        if settings.cache_dir is not None:
+            self.writable = WritableLayer(settings.cache_dir, settings.cache_bytes)
+            self.index = Index(settings.cache_dir / "index")
 
     def precompile(
         self,
@@ -64,80 +63,105 @@ class Planner:
         dry_run: bool = False,
         progress: Callable[[Outcome], None] = lambda outcome: None,
     ) -> list[Outcome]:
-        """Make sure that the plans of complete configs exist, and say what became of each, in the order given.
+        """Make sure that the plans of some configs exist, and say what became of each, in the order given.
+
+        No plan of the request is evicted for another one of it.
 
         Args:
-            configs: complete configs (see ``envelope.plan_config``); repeated ones are served once.
+            configs: mappings of config fields, or ``PlanConfig``; repeated ones are served once.
             jobs: compilations at a time; None for the number of processors.
             timeout: seconds for one compilation.
-            dry_run: only look.
+            dry_run: only look; nothing is changed, not even the record of use.
             progress: called from this thread with each outcome as it comes.
 
         Raises:
+            UnsupportedError: a config lies outside the envelope, or its row is not built yet; nothing was done.
             CompilerMissingError: there is no compiler; nothing was done.
-            CacheError: a plan is missing and there is no writable layer.
+            CompileError: the compiler is not the one that was installed; nothing was built.
+            CacheError: a plan is missing and the writable layer is too, or cannot be written.
         """
-        todo = list({plan_id_of(config): config for config in configs}.items())
+        complete = (envelope.plan_config(dict(config)) for config in configs)
+        todo = {plan_id_of(config): config for config in complete}
         build_id = toolchain.installed().build_id
+        search = self._layers_to_look_at() if dry_run else SearchPath(self.settings.read_only, self.writable)
         outcomes: dict[str, Outcome] = {}
-        missing = []
-        for plan_id, config in todo:
-            outcome = self._look(config, plan_id, build_id, dry_run)
-            if outcome is None:
-                missing.append((plan_id, config))
+        for plan_id, config in todo.items():
+            found = search.find(plan_id, build_id)
+            if found is not None:
+                plan, layer = found
+                outcomes[plan_id] = Outcome(config, plan_id, "hit", plan, layer.root, len(plan.encode()))
+            elif dry_run:
+                outcomes[plan_id] = Outcome(config, plan_id, "missing")
             else:
-                outcomes[plan_id] = outcome
-                progress(outcome)
+                continue
+            progress(outcomes[plan_id])
+        missing = [(plan_id, config) for plan_id, config in todo.items() if plan_id not in outcomes]
         if missing:
+            toolchain.verify()
             self.settings.require_cache_dir()
-            if self.writable is not None:
-                self.writable.prepare()
-            for outcome in self._build_all(missing, jobs or available_processors(), timeout):
+            assert self.writable is not None
+            self.writable.prepare()
+            keep = frozenset(self.writable.path_of(plan_id, build_id) for plan_id in todo)
+
+            def built(outcome: Outcome) -> None:
                 outcomes[outcome.plan_id] = outcome
                 progress(outcome)
-        return [outcomes[plan_id] for plan_id, _ in todo]
 
-    def _look(self, config: Mapping[str, Any], plan_id: str, build_id: str, dry_run: bool) -> Outcome | None:
-        found = self.search.find(plan_id, build_id)
-        if found is not None:
-            plan, layer = found
-            return Outcome(config, plan_id, "hit", plan, layer.root, len(plan.encode()))
-        return Outcome(config, plan_id, "missing") if dry_run else None
+            self._build_all(missing, jobs or available_processors(), timeout, keep, built)
+        return [outcomes[plan_id] for plan_id in todo]
 
-    def _build_all(self, missing: list[tuple[str, Mapping[str, Any]]], jobs: int, timeout: float) -> Iterable[Outcome]:
+    def _layers_to_look_at(self) -> SearchPath:
+        """Every layer as a read-only one."""
+        writable = [self.writable.root] if self.writable is not None and os.path.isdir(self.writable.root) else []
+        return SearchPath([*self.settings.read_only, *writable])
+
+    def _build_all(
+        self,
+        missing: Sequence[tuple[str, Mapping[str, Any]]],
+        jobs: int,
+        timeout: float,
+        keep: frozenset[Path],
+        built: Callable[[Outcome], None],
+    ) -> None:
+        stop = threading.Event()
         with ThreadPoolExecutor(max_workers=max(1, min(jobs, len(missing)))) as pool:
             pending: set[Future[Outcome]] = {
-                pool.submit(self._build, config, plan_id, timeout) for plan_id, config in missing
+                pool.submit(self._build, config, plan_id, timeout, stop, keep) for plan_id, config in missing
             }
             try:
                 while pending:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
-                        yield future.result()
+                        built(future.result())
             except BaseException:
+                stop.set()  # ends the compilations that run
                 for future in pending:
                     future.cancel()
                 raise
 
-    def _build(self, config: Mapping[str, Any], plan_id: str, timeout: float) -> Outcome:
+    def _build(
+        self, config: Mapping[str, Any], plan_id: str, timeout: float, stop: threading.Event, keep: frozenset[Path]
+    ) -> Outcome:
         assert self.writable is not None
-        index = Index(self.writable.root / "index")
         build_id = toolchain.installed().build_id
         try:
-            compiled = compile_plan(config, timeout)
-            published = self.writable.publish(compiled.plan)
-        except DsaPlannerError as error:
-            if isinstance(error, CompileError) and self.writable.root.is_dir():
-                index.record_failure(plan_id, build_id, str(error))
+            compiled = compile_plan(config, timeout, stop)
+            published = self.writable.publish(compiled.plan, keep)
+        except Exception as fault:  # one plan's trouble must not lose what became of the others
+            error = fault if isinstance(fault, DsaPlannerError) else _unforeseen(config, fault)
+            if isinstance(error, CompileError) and not stop.is_set():
+                self.index.record_failure(plan_id, build_id, str(error))
             return Outcome(config, plan_id, "failed", error=error)
-        size = len(compiled.plan.encode()) if published.entry is None else published.entry.bytes
-        index.record_build(plan_id, build_id, compiled.seconds, size)
+        size = published.entry.bytes
+        self.index.record_build(plan_id, build_id, compiled.seconds, size)
         for entry in published.evicted:
-            index.forget(entry.plan_id, entry.build_id)
-        layer = None if published.entry is None else self.writable.root
-        return Outcome(
-            config, plan_id, "built", compiled.plan, layer, size, compiled.seconds, note=published.note
-        )  # fmt: skip
+            self.index.forget(entry.plan_id, entry.build_id)
+        return Outcome(config, plan_id, "built", compiled.plan, self.writable.root, size, compiled.seconds)
+
+
+def _unforeseen(config: Mapping[str, Any], fault: Exception) -> CompileError:
+    label = f"plan {config['backend']} {config['arch']} topk={config['topk']}"
+    return CompileError(label, f"an unforeseen fault, {type(fault).__name__}: {fault}", "report it")
 
 
 def available_processors() -> int:

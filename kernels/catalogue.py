@@ -22,12 +22,12 @@ MODULE_PREFIX = "dsa_planner.kernels."
 class Kernel:
     """One entry of the catalogue.
 
-    ``launch`` is the launch record and ``options`` the compile options, both plain JSON data; ``sources`` names every
-    file of this package that the compilation reads; ``source_digest`` is the SHA-256 over their names and bytes.
+    ``launch`` is the launch record and ``options`` the compile options, both plain JSON data; ``sources`` maps the name
+    of every file of this package that the compilation reads to its bytes; ``source_digest`` is the SHA-256 over them.
     """
 
     name: str
-    sources: tuple[str, ...]
+    sources: Mapping[str, bytes]
     source_digest: str
     options: Mapping[str, Any]
     launch: Mapping[str, Any]
@@ -50,8 +50,7 @@ def digest_sources(files: Mapping[str, bytes]) -> str:
 
 @cache
 def load(name: str, folder: Path = _FOLDER) -> Kernel:
-    """Read a kernel's entry. Cached: the sources of an installed package do not change under a process."""
+    """Read a kernel's entry. Cached, with the sources, so that what is compiled is what the digest is of."""
     entry = json.loads((folder / f"{name}.json").read_bytes())
-    sources = tuple(sorted(entry["sources"]))
-    contents = {source: (folder / source).read_bytes() for source in sources}
-    return Kernel(name, sources, digest_sources(contents), entry["options"], entry["launch"])
+    sources = {source: (folder / source).read_bytes() for source in sorted(entry["sources"])}
+    return Kernel(name, sources, digest_sources(sources), entry["options"], entry["launch"])

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dsa_planner import CompileError, compiler, envelope, toolchain
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.compiler import compile_plan, compiler_options
-from dsa_planner.identity import plan_id_of
+from dsa_planner.compiler import compile_plan
+from dsa_planner.identity import compiler_options, plan_id_of
 from dsa_planner.kernels import catalogue
 
 ROOT = Path(catalogue.__file__).resolve().parents[1]
@@ -27,8 +31,10 @@ def test_the_plan_says_what_it_is_and_who_built_it(compiled: PlanFile, config: d
     assert b".target sm_90a" in compiled.sections["ptx"]
 
 
-def test_arch_is_always_given_to_the_compiler() -> None:
-    assert compiler_options("sm_90a", {"opt-level": 3}) == "--gpu-arch sm_90a --opt-level 3 --keep-cubin --keep-ptx"
+def test_arch_is_always_given_to_the_compiler(compiled: PlanFile) -> None:
+    options = "--gpu-arch sm_90a --opt-level 3 --keep-cubin --keep-ptx"
+    assert compiler_options("sm_90a", {"opt-level": 3}) == options
+    assert compiled.manifest["identity"]["options"] == options
 
 
 def test_building_again_elsewhere_gives_the_same_bytes(
@@ -80,10 +86,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None
     """Put another worker in the place of the real one."""
     path = tmp_path / "worker.py"
     path.write_text("import json, os, sys, time\nrequest = json.load(sys.stdin)\n" + text)
-    monkeypatch.setattr(compiler, "_WORKER", path)
+    toolchain.installed()  # its id is that of the real worker
+    monkeypatch.setattr(toolchain, "WORKER", path)
 
 
-GOOD = 'open("plan.cubin", "wb").write(CUBIN); open("plan.ptx", "w").write(PTX); print(json.dumps({"sources": []}))\n'
+def answer() -> str:
+    """The end of a worker that has CUBIN and PTX to give."""
+    genuine = next(path for path in toolchain.installed().files if path.endswith("/cutlass/__init__.py"))
+    return (
+        'open("plan.cubin", "wb").write(CUBIN); open("plan.ptx", "w").write(PTX)\n'
+        f"print(json.dumps({{'compiler': {genuine!r}}}))\n"
+    )
 
 
 def refused(config: dict[str, object], timeout: float = 60.0) -> str:
@@ -124,6 +137,7 @@ def test_a_hanging_compiler_is_ended_with_its_children(
         ("raise SystemExit(3)", "the compiler failed with exit code 3"),
         ("raise ValueError('no such thing')", "exit code 1: ValueError: no such thing"),
         ("print('hello')", "the compiler answered 'hello"),
+        ("os.write(2, b'\\xff broken\\n'); raise SystemExit(3)", "failed with exit code 3: \ufffd broken"),
     ],
 )
 def test_a_failing_compiler_is_one_line(
@@ -133,11 +147,153 @@ def test_a_failing_compiler_is_one_line(
     assert message in refused(config)
 
 
-def test_a_source_that_the_plan_id_does_not_cover_is_an_error(
+def with_sources(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, bytes]], object]) -> catalogue.Kernel:
+    """Have the catalogue give another set of sources, for a kernel that the compiler will be asked for."""
+    kernel = catalogue.load("indexer_backward_default_sm90")
+    sources = dict(kernel.sources)
+    change(sources)
+    changed = dataclasses.replace(kernel, sources=sources, source_digest=catalogue.digest_sources(sources))
+    monkeypatch.setattr(catalogue, "load", lambda name: changed)
+    return changed
+
+
+def test_a_source_that_the_plan_id_does_not_cover_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
+) -> None:
+    with_sources(monkeypatch, lambda sources: sources.pop("score_grad.py"))
+    assert "ModuleNotFoundError: No module named 'dsa_planner.kernels.score_grad'" in refused(config)
+    for line in (b"from dsa_planner.kernels import catalogue\n", b"from dsa_planner import envelope\n"):
+        monkeypatch.undo()
+        with_sources(monkeypatch, lambda sources, line=line: sources.update({"score_grad.py": line}))
+        assert "ImportError: cannot import name" in refused(config)
+
+
+def test_what_is_compiled_is_what_the_plan_id_digests_whatever_the_files_have_become(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, object], compiled: PlanFile
+) -> None:
+    """A long-lived process whose installation is replaced, and one that reaches its package by a relative path."""
+    copy = tmp_path / "copy" / "dsa_planner"
+    shutil.copytree(Path(catalogue.__file__).parents[1], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    script = (
+        "import sys; sys.path.insert(0, 'copy'); from pathlib import Path\n"
+        "from dsa_planner import envelope, compiler; from dsa_planner.kernels import catalogue\n"
+        "assert str(Path(catalogue.__file__).resolve()).startswith(sys.argv[1])\n"
+        "config = envelope.plan_config({'topk': 128, 'arch': 'sm_90a'}); compiler.identity_of(config)\n"
+        "source = Path(catalogue.__file__).parent / 'score_grad.py'\n"
+        "source.write_text(source.read_text().replace('- p[e] * total', '+ p[e] * total'))\n"
+        "sys.stdout.buffer.write(compiler.compile_plan(config).plan.encode())"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=tmp_path, capture_output=True, check=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "+ p[e] * total" in (copy / "kernels" / "score_grad.py").read_text()
+    assert out.stdout == compiled.encode()
+
+
+def test_another_compiler_than_the_installed_one_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
+    """A folder of that name where Python looks first, as in the working folder of ``python -m``."""
+    (genuine,) = [path for path in toolchain.installed().files if path.endswith("/cutlass/__init__.py")]
+    shim = tmp_path / "cutlass" / "__init__.py"
+    shim.parent.mkdir()
+    shim.write_text(f"__path__.append({str(Path(genuine).parent)!r}); exec(open({genuine!r}).read())\n")
+    script = (
+        "import sys; sys.path.insert(0, ''); from dsa_planner import envelope, compiler\n"
+        "compiler.compile_plan(envelope.plan_config({'topk': 128, 'arch': 'sm_90a'}))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert out.returncode == 1
+    last = out.stderr.splitlines()[-1]
+    assert f"plan default sm_90a topk=128: {shim} was imported as the compiler, which is not a file of" in last
+
+
+def test_the_compiler_that_answers_must_be_the_one_that_the_build_id_names(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, object]
 ) -> None:
-    stand_in(monkeypatch, tmp_path, 'print(json.dumps({"sources": ["score_grad.py", "stray.py"]}))')
-    assert "the compilation read stray.py, which indexer_backward_default_sm90.json does not list" in refused(config)
+    stand_in(monkeypatch, tmp_path, "print(json.dumps({'compiler': '/elsewhere/cutlass/__init__.py'}))")
+    message = refused(config)
+    assert (
+        "/elsewhere/cutlass/__init__.py was imported as the compiler, which is not a file of the installed" in message
+    )
+    for text in ("print(7)", "print('{}')", "print('{\"compiler\": 7}')", "print('[' * 10**5)"):
+        stand_in(monkeypatch, tmp_path, text)
+        assert "the compiler answered" in refused(config)
+
+
+def test_a_stop_ends_a_compilation_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, object]
+) -> None:
+    """Also one that ignores every signal that can be ignored, or that is itself stopped."""
+    for text in (
+        "import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]\n",
+        "os.kill(os.getpid(), 19)\n",
+    ):
+        stand_in(monkeypatch, tmp_path, text + "time.sleep(600)")
+        stop = threading.Event()
+        threading.Timer(1.0, stop.set).start()
+        started = time.monotonic()
+        with pytest.raises(CompileError, match="it was stopped"):
+            compile_plan(config, 60.0, stop)
+        assert time.monotonic() - started < 10
+
+
+def test_a_compiler_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    script = (
+        "import threading; from dsa_planner import envelope, compiler\n"
+        "compiler.compile_plan(envelope.plan_config({'topk': 2048, 'arch': 'sm_90a'}))"
+    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
+
+    def children() -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cwd"):
+            try:
+                if str(path.readlink()).startswith(str(tmp_path)) and "Z" not in (path.parent / "stat").read_text():
+                    found.append(path.parent.name)
+            except OSError:
+                pass
+        return found
+
+    deadline = time.monotonic() + 60
+    while not (begun := children()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert begun
+    time.sleep(0.5)  # until it has read its request
+    parent.kill()
+    parent.wait()
+    for _ in range(200):
+        if not children():
+            return
+        time.sleep(0.05)
+    pytest.fail("the compiler outlives its parent")
+
+
+def test_no_temporary_folder_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, object]
+) -> None:
+    def full(*arguments: object, **keywords: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    assert "the compiler cannot be run ([Errno 28] No space left on device); free memory or disk" in refused(config)
+
+
+def test_two_kernels_for_one_entry_of_the_record_or_another_block_size_are_refused(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, object], compiled: PlanFile
+) -> None:
+    found = compiler.cubin_reader.inspect(compiled.cubin)
+    first = found.kernels[0]
+    for kernels, message in (
+        ((*found.kernels, dataclasses.replace(first, symbol=first.symbol + "0")), "kernels ["),
+        ((dataclasses.replace(first, block=64), *found.kernels[1:]), "for 64 threads, not "),
+    ):
+        changed = dataclasses.replace(found, kernels=kernels)
+        monkeypatch.setattr(compiler.cubin_reader, "inspect", lambda data, changed=changed: changed)
+        assert message in refused(config)
 
 
 def test_what_comes_back_must_be_the_plan(
@@ -158,7 +314,7 @@ def test_what_comes_back_must_be_the_plan(
         (tmp_path / f"{number}.ptx").write_text(bad_ptx)
         load = f"CUBIN = open({str(tmp_path / f'{number}.cubin')!r}, 'rb').read()\n"
         load += f"PTX = open({str(tmp_path / f'{number}.ptx')!r}).read()\n"
-        stand_in(monkeypatch, tmp_path, load + GOOD)
+        stand_in(monkeypatch, tmp_path, load + answer())
         text = refused(config)
         assert "returned something else than the plan" in text
         assert any(part in text for part in message.split("|")), text
@@ -170,7 +326,7 @@ def test_a_kernel_with_other_parameters_than_the_record_is_refused(
     (tmp_path / "c").write_bytes(compiled.cubin)
     (tmp_path / "p").write_bytes(compiled.sections["ptx"])
     load = f"CUBIN = open({str(tmp_path / 'c')!r}, 'rb').read()\nPTX = open({str(tmp_path / 'p')!r}).read()\n"
-    stand_in(monkeypatch, tmp_path, load + GOOD)
+    stand_in(monkeypatch, tmp_path, load + answer())
     assert compile_plan(config).plan == compiled
     monkeypatch.setitem(compiler.PARAMETER_BYTES, "int32", 8)
     assert "kernel score_grad with parameters of [8, 8, 8, 8, 4, 4, 4] bytes" in refused(config)
@@ -179,13 +335,17 @@ def test_a_kernel_with_other_parameters_than_the_record_is_refused(
 def test_the_environment_of_a_compilation_is_private(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, object]
 ) -> None:
-    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    for name in ("CUTE_DSL_LINEINFO", "CUTLASS_X", "NVVM_X", "MLIR_X", "LLVM_X", "PYTHONHASHSEED"):
+        monkeypatch.setenv(name, "17")
     stand_in(
         monkeypatch,
         tmp_path,
-        "names = {n: v for n, v in os.environ.items() if n.startswith('CUTE_')}\n"
+        "prefixes = ('CUTE_', 'CUTLASS_', 'NVVM_', 'MLIR_', 'LLVM_', 'PYTHONHASHSEED')\n"
+        "names = {n: v for n, v in os.environ.items() if n.startswith(prefixes)}\n"
         "here = os.getcwd(); assert names.pop('CUTE_DSL_DUMP_DIR') == here == names.pop('CUTE_DSL_CACHE_DIR')\n"
-        "assert os.environ['HOME'] == here and os.listdir(here) == []\n"
+        "assert os.environ['HOME'] == here == os.environ['TMPDIR'] and os.listdir(here) == ['sources']\n"
+        "assert sys.dont_write_bytecode and all(os.path.isabs(path) for path in request['sys_path'])\n"
         "sys.exit(str(sorted(names.items())))\n",
     )
-    assert "[('CUTE_DSL_ARCH', 'sm_90a'), ('CUTE_DSL_DISABLE_FILE_CACHING', '1')]" in refused(config)
+    expected = [("CUTE_DSL_ARCH", "sm_90a"), ("CUTE_DSL_DISABLE_FILE_CACHING", "1"), ("PYTHONHASHSEED", "0")]
+    assert str(expected) in refused(config)

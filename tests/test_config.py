@@ -46,6 +46,8 @@ def test_json_goes_in_and_out() -> None:
 def test_the_plan_id_is_that_of_the_run_side() -> None:
     config = PlanConfig(arch="sm_90a", topk=256)
     assert config.plan_id == plan_id_of(config.model_dump())
+    with pytest.raises(UnsupportedError, match="topk=1000"):  # a copy that pydantic does not check
+        config.model_copy(update={"topk": 1000}).plan_id  # noqa: B018
 
 
 def test_a_config_that_is_not_built_yet_has_no_plan_id() -> None:

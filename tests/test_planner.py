@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -7,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_plans import files
+from small_plans import files, kernel_entry
 
-from dsa_planner import CacheError, CompileError, CompilerMissingError, Planner, envelope, planner, toolchain
+from dsa_planner import (
+    CacheError,
+    CompileError,
+    CompilerMissingError,
+    PlanConfig,
+    Planner,
+    UnsupportedError,
+    envelope,
+    planner,
+    toolchain,
+)
 from dsa_planner.cache.index import Index
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.compiler import Compiled
@@ -35,9 +46,10 @@ class StandIn:
         self.asked: list[int] = []
         self.running = self.most_running = 0
         self.failures: set[int] = set()
+        self.faults: set[int] = set()
         self._lock = threading.Lock()
 
-    def __call__(self, config: Mapping[str, Any], timeout: float) -> Compiled:
+    def __call__(self, config: Mapping[str, Any], timeout: float, stop: threading.Event) -> Compiled:
         with self._lock:
             self.asked.append(config["topk"])
             self.running += 1
@@ -47,16 +59,21 @@ class StandIn:
             self.running -= 1
         if config["topk"] in self.failures:
             raise CompileError(f"plan topk={config['topk']}", "it broke", "mend it")
+        if config["topk"] in self.faults:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
         tools = toolchain.installed()
         build = {"id": tools.build_id, "packages": tools.packages}
-        cubin = b"cubin of " + str(config["topk"]).encode()
-        return Compiled(PlanFile.build(identity_of(config), build, [], {"cubin": cubin}), 1.5)
+        cubin = f"cubin of {config['topk']:4}".encode()
+        identity = identity_of(config)
+        kernels = [kernel_entry(kernel["name"]) for kernel in identity["launch"]["kernels"]]
+        return Compiled(PlanFile.build(identity, build, kernels, {"cubin": cubin}), 1.5)
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(planner, "compile_plan", stand_in)
+    monkeypatch.setattr(toolchain, "verify", lambda: None)
     return stand_in
 
 
@@ -90,7 +107,7 @@ def test_another_compilers_build_is_not_used_and_not_replaced(
     tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Planner(settings(tmp_path)).precompile([config(128)])
-    other = toolchain.Toolchain("e" * 64, {"nvidia-cutlass-dsl": "9.9.9"})
+    other = toolchain.Toolchain("e" * 64, {"nvidia-cutlass-dsl": "9.9.9"}, {})
     monkeypatch.setattr(toolchain, "installed", lambda: other)
     assert Planner(settings(tmp_path)).precompile([config(128)])[0].status == "built"
     assert len(files(tmp_path / "layer")) == 2
@@ -110,6 +127,15 @@ def test_a_dry_run_only_looks(tmp_path: Path, stand_in: StandIn) -> None:
     assert found[0].status == "missing"
     assert stand_in.asked == []
     assert not (tmp_path / "layer").exists()
+    Planner(settings(tmp_path)).precompile([config(128), config(256)], jobs=1)
+    damaged, good = sorted((tmp_path / "layer").rglob("*.dsaplan"), key=lambda path: path.stat().st_mtime_ns)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    for path in (damaged, good):
+        os.utime(path, (1, 1))
+    before = {path: (path.read_bytes(), path.stat().st_mtime) for path in (damaged, good)}
+    again = Planner(settings(tmp_path)).precompile([config(128), config(256)], dry_run=True)
+    assert [outcome.status for outcome in again] == ["missing", "hit"]
+    assert {path: (path.read_bytes(), path.stat().st_mtime) for path in before} == before
 
 
 def test_one_failure_does_not_stop_the_others_and_is_remembered(tmp_path: Path, stand_in: StandIn) -> None:
@@ -119,11 +145,11 @@ def test_one_failure_does_not_stop_the_others_and_is_remembered(tmp_path: Path, 
     assert str(found[1].error) == "plan topk=256: it broke; mend it"
     index = Index(tmp_path / "layer" / "index")
     build_id = toolchain.installed().build_id
-    assert index.failure(found[1].plan_id, build_id) == "plan topk=256: it broke; mend it"
+    assert index.failure(found[1].plan_id) == "plan topk=256: it broke; mend it"
     assert index.build(found[0].plan_id, build_id) == {"seconds": 1.5, "bytes": found[0].bytes}
     stand_in.failures = set()
     Planner(settings(tmp_path)).precompile([config(256)])
-    assert index.failure(found[1].plan_id, build_id) is None
+    assert index.failure(found[1].plan_id) is None
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 4])
@@ -150,10 +176,46 @@ def test_the_limit_evicts_the_oldest_and_forgets_it(tmp_path: Path, stand_in: St
     assert Index(tmp_path / "layer" / "index").build(plan_id_of(config(128)), toolchain.installed().build_id) is None
 
 
-def test_a_plan_above_the_limit_is_built_and_not_kept(tmp_path: Path, stand_in: StandIn) -> None:
-    (found,) = Planner(settings(tmp_path, limit=10)).precompile([config(128)])
-    assert (found.status, found.layer) == ("built", None)
-    assert "it is not kept" in found.note
+def test_plans_of_one_request_are_never_evicted_for_each_other(tmp_path: Path, stand_in: StandIn) -> None:
+    size = Planner(settings(tmp_path)).precompile([config(128)])[0].bytes
+    found = Planner(settings(tmp_path, limit=2 * size + 100)).precompile([config(n) for n in (128, 256, 384)], jobs=1)
+    assert [o.status for o in found] == ["hit", "built", "failed"]
+    assert isinstance(found[2].error, CacheError)
+    assert "it does not fit into the layer's limit" in str(found[2].error)
+    again = Planner(settings(tmp_path)).precompile([config(n) for n in (128, 256)])
+    assert [o.status for o in again] == ["hit", "hit"]
+
+
+def test_a_fault_that_nobody_foresaw_costs_one_plan(tmp_path: Path, stand_in: StandIn) -> None:
+    stand_in.faults = {128}
+    found = Planner(settings(tmp_path)).precompile([config(128), config(256)], jobs=1)
+    assert [o.status for o in found] == ["failed", "built"]
+    assert "an unforeseen fault, UnicodeDecodeError: " in str(found[0].error)
+
+
+def test_a_config_is_checked_and_completed(tmp_path: Path, stand_in: StandIn) -> None:
+    made = Planner(settings(tmp_path)).precompile(
+        [{"arch": "sm_90a", "topk": 128}, PlanConfig(arch="sm_90a", topk=128)]
+    )
+    assert [o.config for o in made] == [config(128)]
+    for bad in ({**config(128), "topk": 1000}, {**config(128), "deterministic": 0}, {"arch": "sm_90a"}):
+        with pytest.raises(UnsupportedError):
+            Planner(settings(tmp_path)).precompile([config(256), bad])
+    assert stand_in.asked == [128]
+
+
+def test_a_compiler_that_was_changed_is_an_error_before_anything_is_built(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed() -> None:
+        raise CompileError("compiler file x", "it is not the one that was installed", "install it")
+
+    Planner(settings(tmp_path)).precompile([config(128)])
+    monkeypatch.setattr(toolchain, "verify", changed)
+    assert Planner(settings(tmp_path)).precompile([config(128)])[0].status == "hit"
+    with pytest.raises(CompileError, match="not the one that was installed"):
+        Planner(settings(tmp_path)).precompile([config(256)])
+    assert stand_in.asked == [128]
 
 
 def test_no_writable_layer_is_an_error_only_when_a_plan_is_missing(tmp_path: Path, stand_in: StandIn) -> None:
@@ -185,13 +247,22 @@ def test_no_compiler_is_an_error_before_anything_is_done(
     assert not (tmp_path / "layer").exists()
 
 
-def test_an_interruption_drops_what_has_not_begun(tmp_path: Path, stand_in: StandIn) -> None:
-    stand_in.seconds = 0.1
+def test_an_interruption_drops_what_has_not_begun_and_stops_what_runs(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[bool] = []
+
+    def build(config: Mapping[str, Any], timeout: float, stop: threading.Event) -> Compiled:
+        if config["topk"] > 128:
+            stops.append(stop.wait(30))
+        return stand_in(config, timeout, stop)
 
     def interrupt(outcome: planner.Outcome) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(planner, "compile_plan", build)
     with pytest.raises(KeyboardInterrupt):
         Planner(settings(tmp_path)).precompile([config(128 * n) for n in range(1, 13)], jobs=2, progress=interrupt)
-    assert len(stand_in.asked) < 12
+    assert set(stops) == {True}
+    assert len(stops) <= 3
     assert all(path.endswith(".dsaplan") for path in files(tmp_path / "layer"))

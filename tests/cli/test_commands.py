@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -152,7 +153,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["--topk", ""], "--topk '': it has to be a list"),
     (["--topk", "-128"], "topk=-128: backend default for sm_90a takes topk"),
-    (["--topk", "9" * 5000], "--topk '" + "9" * 40 + "...': it has to be a whole number; "),
+    (["--topk", "9" * 5000], "--topk '" + "9" * 116 + "...: it has to be a whole number; "),
     (["--topk", "\u0661"], "--topk '\u0661': it has to be a whole number"),
     (
         ["--topk", "128", "--jobs", "0"],
@@ -183,7 +184,7 @@ REFUSED: list[tuple[list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(a)[:40] for a, _ in REFUSED])
 def test_precompile_refuses_in_one_line_and_does_nothing(command: Command, arguments: list[str], message: str) -> None:
     assert command.refused("precompile", *arguments, code=2).startswith(message)
     assert not command.layer.exists()
@@ -330,8 +331,23 @@ def test_show_extracts_sections(filled: Command, compiled: PlanFile) -> None:
     assert target.read_bytes() == compiled.cubin
     line = filled.refused("show", compiled.plan_id, "--extract", "sass", code=2)
     assert line == "--extract sass: this plan has the sections cubin and ptx; name one of them"
-    line = filled.refused("show", compiled.plan_id, "--extract", "cubin", "-o", "/proc/none", code=5)
-    assert line.startswith("cannot write /proc/none: ")
+    for bad, reason in (("/proc/none", ""), (".", "Is a directory"), ("missing/x", "No such file or directory")):
+        line = filled.refused("show", compiled.plan_id, "--extract", "cubin", "-o", bad, code=5)
+        assert line.startswith(f"cannot write {bad}: {reason}")
+    assert sorted(path.name for path in filled.home.iterdir()) == ["layer", "plan.cubin"]
+
+
+def test_extracting_follows_a_link_and_never_replaces_a_pipe(filled: Command, compiled: PlanFile) -> None:
+    (filled.home / "real").mkdir()
+    (filled.home / "link").symlink_to("real/plan.ptx")
+    os.mkfifo(filled.home / "pipe")
+    filled("show", compiled.plan_id, "--extract", "ptx", "-o", "link")
+    assert (filled.home / "link").is_symlink()
+    assert (filled.home / "real" / "plan.ptx").read_bytes() == compiled.sections["ptx"]
+    with subprocess.Popen(["cat", "pipe"], cwd=filled.home, stdout=subprocess.PIPE) as reader:
+        filled("show", compiled.plan_id, "--extract", "ptx", "-o", "pipe")
+        assert reader.communicate()[0] == compiled.sections["ptx"]
+    assert (filled.home / "pipe").is_fifo()
 
 
 def test_show_of_no_plan_is_exit_code_3(filled: Command) -> None:
@@ -377,7 +393,7 @@ def test_explain_of_a_refused_request_names_the_nearest(command: Command) -> Non
 
 def test_version_of_settings_is_checked(command: Command) -> None:
     line = command.refused("precompile", "--topk", "128", code=2, DSA_PLAN_CACHE_BYTES="1G")
-    assert line.startswith("DSA_PLAN_CACHE_BYTES='1G': it is a number of bytes")
+    assert line.startswith("DSA_PLAN_CACHE_BYTES='1G': it has to be a number of bytes")
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -395,18 +411,143 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"pydantic", "diskcache", "cutlass", "cuda", "torch", "elftools", "numpy"} & set(out.stderr.split())
 
 
-def test_a_closed_pipe_is_no_error(filled: Command) -> None:
+@pytest.mark.parametrize(
+    "command_line", [["list"], ["explain"], ["--help"], ["explain", "--topk", "1000"]], ids=" ".join
+)
+def test_a_reader_that_has_gone_away_is_no_error_of_the_command(filled: Command, command_line: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
     process = subprocess.run(
-        f"{sys.executable} -m dsa_planner.cli.main show {next(filled.layer.rglob('*.dsaplan')).parent.name} --json | head -1",
-        shell=True, env=filled.environment, cwd=filled.home, capture_output=True, text=True,
+        [sys.executable, "-m", "dsa_planner.cli.main", *command_line],
+        env=filled.environment, cwd=filled.home, stdout=writer, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout == "{\n"
-    assert process.stderr == ""
+    os.close(writer)
+    assert process.returncode == 1
+    assert process.stderr == "" or process.stderr.startswith("dsa-plan: topk=1000: ")
+    assert len(process.stderr.splitlines()) <= 1
+
+
+def test_an_answer_that_cannot_be_written_is_one_line(filled: Command) -> None:
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "dsa_planner.cli.main", "explain"],
+            env=filled.environment, cwd=filled.home, stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert process.returncode == 1
+    assert (
+        process.stderr
+        == "dsa-plan: cannot use standard output: No space left on device; mend that, or name another place\n"
+    )
+
+
+def test_closed_standard_streams_are_no_error(filled: Command) -> None:
+    line = f"{sys.executable} -m dsa_planner.cli.main list >&- 2>&-"
+    process = subprocess.run(line, shell=True, env=filled.environment, cwd=filled.home)
+    assert process.returncode == 0
+
+
+def test_a_child_that_dies_before_it_reads_is_a_failed_compilation(command: Command, tmp_path: Path) -> None:
+    """Its request is larger than a pipe holds, so that writing it meets a broken pipe."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'compile_worker' in ' '.join(sys.orig_argv): os._exit(3)\n"
+    )
+    long = ":".join(f"/{'x' * 200}/{number}" for number in range(500))
+    path = f"{ROOT}:{tmp_path}:{long}"
+    out = command("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a", code=1, PYTHONPATH=path)
+    assert rows(out.stdout)[1][-1] == "failed"
+    assert "the compiler failed with exit code 3: no message; mend what it names, or report it" in out.stderr
+
+
+@pytest.mark.parametrize("name", ["[/x]", "a[b]:smile:", "[bold]x", "é", "\udcff"])
+def test_any_name_of_a_layer_is_printed_as_it_is(command: Command, compiled: PlanFile, name: str) -> None:
+    root = command.home / name / "layer"
+    WritableLayer(root, 1 << 30).publish(compiled)
+    for encoding in ("utf-8", "ascii"):
+        out = command("list", DSA_PLAN_CACHE_DIR=str(root), PYTHONIOENCODING=encoding)
+        shown = str(root).encode(encoding, "backslashreplace").decode(encoding)
+        assert shown in out.stdout
+        command("show", compiled.plan_id, DSA_PLAN_CACHE_DIR=str(root), PYTHONIOENCODING=encoding)
+        command("precompile", "--topk", "128", DSA_PLAN_CACHE_DIR=str(root), PYTHONIOENCODING=encoding)
+
+
+def test_a_layer_with_a_line_break_in_its_name_is_refused_in_one_line(command: Command) -> None:
+    (command.home / "a\nb").touch()
+    line = command.refused("precompile", "--topk", "128", code=5, DSA_PLAN_CACHE_DIR=str(command.home / "a\nb"))
+    assert "a\\nb" in line
+
+
+@pytest.mark.parametrize("place", ["x" * 300, "missing", "file"])
+def test_a_layer_that_cannot_be_read_is_named_and_exit_code_5(filled: Command, place: str) -> None:
+    (filled.home / "file").touch()
+    path = str(filled.home / place)
+    out = filled("list", code=5, DSA_PLAN_PATH=path)
+    assert out.stderr.startswith(f"dsa-plan: {path}")
+    assert "1 plan" in out.stdout
+    assert "1 hit" in filled("precompile", "--topk", "128", DSA_PLAN_PATH=path).stdout
+
+
+def test_precompile_never_says_that_it_holds_what_it_does_not(command: Command, compiled: PlanFile) -> None:
+    size = len(compiled.encode())
+    limit = str(2 * size - 1)
+    out = command("precompile", "--topk", "128,256", "-j", "1", code=5, DSA_PLAN_CACHE_BYTES=limit)
+    assert [row[-1] for row in rows(out.stdout)[1:3]] == ["built", "failed"]
+    assert f"it does not fit into the layer's limit of {limit} bytes, beside {size} bytes of plans" in out.stderr
+    assert len(json.loads(command("list", "--json").stdout)) == 1
+    line = command("precompile", "--topk", "128", code=5, DSA_PLAN_CACHE_BYTES="10", DSA_PLAN_CACHE_DIR="other").stderr
+    assert "it does not fit into the layer's limit of 10 bytes; set DSA_PLAN_CACHE_BYTES to " in line
+
+
+def test_show_and_explain_tell_what_the_index_knows(command: Command) -> None:
+    command("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    (plan,) = json.loads(command("list", "--json").stdout)
+    seconds = json.loads(command("show", plan["plan_id"], "--json").stdout)["seconds"]
+    assert 0 < seconds < 60
+    assert ["compiled", "in", str(seconds), "s"] in rows(command("show", plan["plan_id"]).stdout)
+    command("precompile", "--topk", "256", "--backend", "default", "--arch", "sm_90a", "--timeout", "1", code=1)
+    text = command("explain", "--topk", "256").stdout
+    assert (
+        "not compiled yet; the last attempt failed: plan default sm_90a topk=256: the compiler took longer than 1"
+        in text
+    )
+    (row, *_) = json.loads(command("explain", "--topk", "256", "--json").stdout)
+    assert row["last_failure"].endswith("raise --timeout, or use fewer jobs")
+
+
+def test_the_planted_index_of_a_layer_does_no_harm(command: Command) -> None:
+    index = command.layer / "index"
+    index.mkdir(parents=True)
+    victim = command.home / "victim"
+    victim.write_text("precious")
+    (index / "cache.db").symlink_to(victim)
+    out = command("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert "1 built" in out.stdout
+    assert out.stderr == ""
+    assert victim.read_text() == "precious"
+
+
+def test_a_terminated_precompile_ends_its_compilations_at_once(command: Command) -> None:
+    for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dsa_planner.cli.main", "precompile", "--topk", "all", "-j", "2"],
+            env={**command.environment, "TMPDIR": str(command.home)}, cwd=command.home,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while not list(command.home.glob("dsa-plan-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        started = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - started < 10
+        assert process.returncode == 128 + number
+        assert (
+            err.splitlines()[-1] == f"dsa-plan: ended by {name}; what was finished is kept, and nothing is half written"
+        )
+        assert list(command.home.glob("dsa-plan-*")) == []
+        assert list((command.layer / "tmp").iterdir()) == []
 
 
 def test_an_interrupted_precompile_leaves_nothing_half_written(command: Command) -> None:
-    import signal
-
     process = subprocess.Popen(
         [sys.executable, "-m", "dsa_planner.cli.main", "precompile", "--topk", "all", "-j", "1"],
         env=command.environment, cwd=command.home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
