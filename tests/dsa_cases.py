@@ -74,7 +74,8 @@ def make(
     sm_scale: float = 1.0,
     loss_coeff: float = 1.0,
 ) -> Case:
-    """Draw a call in which no gate is in doubt: a slot with a head whose |S| is below GATE_MARGIN gets the id -1.
+    """Draw a call in which no gate is in doubt: a slot with a head whose |S| is below GATE_MARGIN gets the id -1, unless
+    the key or the head is zero throughout.
 
     Args:
         ids: "valid" draws keys with repetition; "distinct" without (s_k >= topk); "mixed" also draws invalid ids: -1,
@@ -139,8 +140,10 @@ def _without_doubtful_gates(case: Case) -> torch.Tensor:
         for start in range(0, s_q, 16):
             rows = slice(start, start + 16)
             keys = flat[torch.where(valid[b, rows], ids[b, rows].long() + offset, 0)].double()
-            s = (keys @ case.index_q[b, rows].double().transpose(-1, -2)).abs()
-            doubtful = valid[b, rows] & ((s < GATE_MARGIN) & (s > 0.0)).any(-1)
+            heads = case.index_q[b, rows].double()
+            s = keys @ heads.transpose(-1, -2)
+            not_all_zero = (keys != 0).any(-1)[..., None] & (heads != 0).any(-1)[:, None]
+            doubtful = valid[b, rows] & ((s.abs() < GATE_MARGIN) & not_all_zero).any(-1)
             ids[b, rows] = torch.where(doubtful, -1, ids[b, rows])
     return ids
 
