@@ -18,8 +18,7 @@ import os
 import sqlite3
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -74,26 +73,6 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]
         log.warning("index row refers to the file %r; it is left alone", file_path)
 
 
-class _Cache(diskcache.Cache):  # type: ignore[misc]
-    """diskcache waits up to 60 seconds for a locked database whenever it is opened; this one waits ``WAIT_SECONDS``."""
-
-    @property
-    def _sql_retry(self) -> Callable[..., sqlite3.Cursor]:
-        execute: Callable[..., sqlite3.Cursor] = self._sql
-        deadline = time.monotonic() + WAIT_SECONDS
-
-        def retry(statement: str, values: Iterable[Any] = ()) -> sqlite3.Cursor:
-            while True:
-                try:
-                    return execute(statement, values)
-                except sqlite3.OperationalError as error:
-                    if str(error) != "database is locked" or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.005)
-
-        return retry
-
-
 class Index:
     """Statistics about the builds of one writable layer. One of these serves all threads of a process.
 
@@ -138,10 +117,13 @@ class Index:
         if os.path.expandvars(os.path.expanduser(str(self.folder))) != str(self.folder):
             raise ValueError(f"{self.folder} contains ~ or $, which the index cannot use")
         self._examine()
-        return _Cache(str(self.folder), timeout=WAIT_SECONDS, disk=RawDisk, **_SETTINGS)
+        return diskcache.Cache(str(self.folder), timeout=WAIT_SECONDS, disk=RawDisk, **_SETTINGS)
 
     def _examine(self) -> None:
-        """Refuse a folder or a database with something in it that this project does not put there."""
+        """Refuse a folder or a database with something in it that this project does not put there, or that is busy.
+
+        diskcache itself would wait a minute, several times over, for a database that somebody else is writing.
+        """
         if self.folder.is_symlink():
             raise RefusedRowError("it is a link")
         for name in os.listdir(self.folder) if self.folder.exists() else ():
@@ -149,8 +131,8 @@ class Index:
                 raise RefusedRowError(f"{name!r} is not a file of the index")
         if not (self.folder / DBNAME).exists():
             return
-        uri = f"file:{quote(str(self.folder / DBNAME))}?mode=ro"
-        database = sqlite3.connect(uri, uri=True, timeout=WAIT_SECONDS)
+        uri = f"file:{quote(str(self.folder / DBNAME))}?mode=rw"
+        database = sqlite3.connect(uri, uri=True, timeout=WAIT_SECONDS, isolation_level=None)
         try:
             for kind, name, table in database.execute("SELECT type, name, tbl_name FROM sqlite_master"):
                 if (
@@ -162,6 +144,8 @@ class Index:
             for key, value in database.execute("SELECT key, value FROM Settings"):
                 if key not in METADATA and (key not in _SETTINGS or value != _SETTINGS[key]):
                     raise RefusedRowError(f"the database has the setting {key!r} = {value!r}")
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")
         finally:
             database.close()
 

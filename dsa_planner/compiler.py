@@ -167,7 +167,6 @@ def _environment(folder: Path, arch: str) -> dict[str, str]:
         CUTE_DSL_DISABLE_FILE_CACHING="1",
         CUTE_DSL_ARCH=arch,
         PYTHONHASHSEED="0",
-        PYTHONDONTWRITEBYTECODE="1",
         HOME=str(folder),
         TMPDIR=str(folder),
     )

@@ -241,9 +241,15 @@ def test_a_stop_ends_a_compilation_at_once(
 
 
 def test_a_compiler_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, runpy, sys, time\nrequest = json.load(sys.stdin)\n"
+        f"runpy.run_path({str(toolchain.WORKER)!r})['end_with'](request['parent'])\ntime.sleep(600)"
+    )
     script = (
-        "import threading; from dsa_planner import envelope, compiler\n"
-        "compiler.compile_plan(envelope.plan_config({'topk': 2048, 'arch': 'sm_90a'}))"
+        "from pathlib import Path; from dsa_planner import envelope, compiler, toolchain\n"
+        f"toolchain.installed(); toolchain.WORKER = Path({str(worker)!r})\n"
+        "compiler.compile_plan(envelope.plan_config({'topk': 128, 'arch': 'sm_90a'}))"
     )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
@@ -337,6 +343,7 @@ def test_the_environment_of_a_compilation_is_private(
 ) -> None:
     for name in ("CUTE_DSL_LINEINFO", "CUTLASS_X", "NVVM_X", "MLIR_X", "LLVM_X", "PYTHONHASHSEED"):
         monkeypatch.setenv(name, "17")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     stand_in(
         monkeypatch,
         tmp_path,

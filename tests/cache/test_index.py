@@ -216,9 +216,10 @@ def test_a_link_to_another_database_is_not_followed(index: Index, tmp_path: Path
     assert not (tmp_path / "cache.db").exists()
 
 
-def test_a_database_that_somebody_holds_costs_seconds_not_minutes(index: Index) -> None:
+@pytest.mark.parametrize("mode", ["EXCLUSIVE", "NORMAL"])
+def test_a_database_that_somebody_holds_costs_seconds_not_minutes(index: Index, mode: str) -> None:
     holder = sqlite3.connect(index.folder / "cache.db", isolation_level=None)
-    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute(f"PRAGMA locking_mode = {mode}")
     holder.execute("BEGIN EXCLUSIVE")
     holder.execute("UPDATE Settings SET value = value")
     started = time.monotonic()

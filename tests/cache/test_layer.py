@@ -55,6 +55,17 @@ def test_only_an_id_becomes_part_of_a_path(tmp_path: Path, bad: str) -> None:
             action()
 
 
+REASONS = {
+    "huge": f"it has {MAX_BYTES + 1} bytes, more than {MAX_BYTES}",
+    "folder": "it cannot be read (Is a directory)",
+    "fifo": "it is not a regular file",
+    "empty": "it has 0 bytes, too few",
+    "another plan": "it holds plan",
+    "another build": "it holds build",
+    "dangling link": "it is a link that leads nowhere",
+}
+
+
 def damage(path: Path, how: str) -> None:
     data = path.read_bytes()
     path.unlink()
@@ -95,6 +106,7 @@ def test_a_damaged_file_is_skipped_named_and_left_in_a_read_only_layer(
     assert found == (plan, search.layers[1])
     assert str(path) in caplog.text
     assert list(search.layers[0].damaged) == [path]
+    assert REASONS.get(how, "") in search.layers[0].damaged[path]
     assert path.exists() or path.is_symlink()
 
 

@@ -152,6 +152,12 @@ def test_a_manifest_that_is_no_object_is_refused(manifest: bytes) -> None:
         PlanFile.decode(sealed(manifest, b""), "here")
 
 
+def test_a_plan_without_machine_code_is_refused() -> None:
+    data = PlanFile.build(IDENTITY, BUILD, [kernel_entry("k")], {"ptx": b"x"}).encode()
+    with pytest.raises(PlanFileError, match="there is a section cubin"):
+        PlanFile.decode(data, "here")
+
+
 def test_a_manifest_that_is_not_canonical_is_refused() -> None:
     loose = json.dumps(dict(sample().manifest), indent=1).encode()
     with pytest.raises(PlanFileError, match="canonical"):
