@@ -95,7 +95,7 @@ def indexer_backward(
     if type(deterministic) is bool:  # 0 and False are one key of a dictionary
         try:
             key = (
-                backend, index_q.get_device(), index_q.shape[2], index_q.shape[3], topk_indices.shape[-1],
+                backend, index_q.get_device(), index_q.shape[2:], topk_indices.shape[-1],
                 None if d_weights is None else d_weights.dtype, deterministic,
             )  # fmt: skip
             plan = _plans.get(key)
@@ -199,7 +199,7 @@ def _plan_for_call(
             f"index_q on {index_q.device}", "the operator runs on CUDA devices", "move the tensors to a GPU"
         )
     plan = _load(request, ordinal)
-    _plans[backend, ordinal, heads, head_dim, topk, d_weights_dtype, deterministic] = plan
+    _plans[backend, ordinal, (heads, head_dim), topk, d_weights_dtype, deterministic] = plan
     return plan
 
 

@@ -187,7 +187,7 @@ class Plan:
         block.pack(shape, addresses, sm_scale, loss_coeff, stream)
         try:
             # Autograd counts writes, to notice that a tensor which it saved has changed since.
-            self.check.count_write((tensors[3], *tensors[7:]))
+            self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
             if int(call("reading the current context", cu.cuCtxGetCurrent())) == self._target.context_address:
                 self._launch_kernels(block, shape)
             else:
@@ -197,7 +197,7 @@ class Plan:
             self._blocks.append(block)
 
     def _launch_kernels(self, block: Block, shape: Shape) -> None:
-        for index, _ in shape.grids:
+        for index in shape.kernels:
             (status,) = cu.cuLaunchKernelEx(block.configs[index], self._functions[index], block.parameters[index], 0)
             if status != _SUCCESS:
                 raise DriverError(

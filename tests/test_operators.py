@@ -279,6 +279,110 @@ def test_plan_launch_refuses_the_same(fake: fake_driver.FakeDriver, arguments: d
     assert fake.launches == []
 
 
+TENSORS = (
+    "index_q", "weights", "index_k", "attn_score", "index_score", "topk_indices", "grad_loss", "d_index_q", "d_weights",
+    "d_index_k",
+)  # fmt: skip
+WRONG: dict[str, Any] = {
+    "rank": lambda t: t[None, None],
+    "dtype": lambda t: t.long() if t.dtype is torch.int32 else t.double(),
+    "strides": narrow,
+    "negative bit": torch._neg_view,
+    "device": lambda t: t.clone(),
+}
+
+
+FP32 = ("attn_score", "index_score", "grad_loss", "d_index_k")
+PAIRS = [
+    (name, what)
+    for name in TENSORS
+    for what in WRONG
+    if (name, what) not in (("grad_loss", "rank"), ("grad_loss", "strides"))  # one element is as good in any form
+    and (what != "negative bit" or name in FP32)
+]
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "warm"])
+@pytest.mark.parametrize(("name", "what"), PAIRS)
+def test_every_property_of_every_tensor_is_checked_at_every_launch(
+    fake: fake_driver.FakeDriver,
+    arguments: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    what: str,
+    warm: bool,
+) -> None:
+    """At the first one, and after one that went well, with which the next ones are compared."""
+    arguments["d_index_k"] = arguments["d_index_k"].float()
+    value = WRONG[what](arguments[name])
+    plan = dsa_planner.load_plan(128)
+    if warm:
+        plan.launch(**arguments)
+        dsa_planner.indexer_backward(**arguments)
+        fake.launches.clear()
+    if what == "device":
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1 if tensor is value else 0)
+    for call in (plan.launch, dsa_planner.indexer_backward):
+        with pytest.raises(dsa_planner.DsaPlannerError):
+            call(**{**arguments, name: value})
+    assert fake.launches == []
+
+
+EXTENTS = {
+    "B": {name: 0 for name in TENSORS if name != "grad_loss"},
+    "S_q": {name: 1 for name in TENSORS if name not in ("grad_loss", "index_k", "d_index_k")},
+    "S_k": {"index_k": 1, "d_index_k": 1},
+    "H": {"index_q": 2, "weights": 2, "d_index_q": 2, "d_weights": 2},
+    "D": {"index_q": 3, "index_k": 2, "d_index_q": 3, "d_index_k": 2},
+    "topk": {"attn_score": 2, "index_score": 2, "topk_indices": 2},
+    "one": {"grad_loss": 0},
+}
+"""By extent: the tensors that have it, and the dimension."""
+
+
+def mismatches() -> dict[str, tuple[str, ...]]:
+    """The tensors whose extent is doubled: one, all others, an input with its output, and all others, and all of a fixed
+    one."""
+    found = {}
+    for extent, dims in EXTENTS.items():
+        groups = [{name} for name in dims] + [{name, f"d_{name}"} for name in dims if f"d_{name}" in dims]
+        groups += [set(dims) - group for group in groups]
+        if extent in ("B", "S_q", "S_k"):
+            groups = [group for group in groups if group != set(dims)]
+        else:
+            groups.append(set(dims))
+        for group in filter(None, groups):
+            names = tuple(name for name in TENSORS if name in group)
+            found[f"{extent} of {' '.join(names)}"] = (extent, *names)
+    return found
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "warm"])
+@pytest.mark.parametrize("mismatch", mismatches().values(), ids=mismatches())
+def test_every_extent_is_checked_at_every_launch(
+    fake: fake_driver.FakeDriver, arguments: dict[str, Any], mismatch: tuple[str, ...], warm: bool
+) -> None:
+    extent, *names = mismatch
+    doubled = {name: torch.cat([arguments[name]] * 2, EXTENTS[extent][name]) for name in names}
+    plan = dsa_planner.load_plan(128)
+    if warm:
+        plan.launch(**arguments)
+        fake.launches.clear()
+    with pytest.raises(dsa_planner.UnsupportedError):
+        plan.launch(**{**arguments, **doubled})
+    assert fake.launches == []
+
+
+def test_an_output_that_is_left_out_has_its_own_dtype_whatever_the_last_launch_had(
+    fake: fake_driver.FakeDriver, arguments: dict[str, Any]
+) -> None:
+    dsa_planner.load_plan(128).launch(**{**arguments, "d_index_k": arguments["d_index_k"].float()})
+    assert len(fake.launches) == 2
+    inputs = {name: arguments[name] for name in TENSORS[:7]}
+    assert dsa_planner.indexer_backward(**inputs)["d_index_k"].dtype is torch.bfloat16
+    assert len(fake.launches) == 5, "a bf16 d_index_k takes a third kernel"
+
+
 def test_tensors_on_the_cpu_or_on_two_devices(
     fake: fake_driver.FakeDriver, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,7 +225,7 @@ def test_the_workspace_a_plan_asks_for(fake: fake_driver.FakeDriver) -> None:
 
 def test_extents_beyond_what_kernels_count(fake: fake_driver.FakeDriver) -> None:
     plan = dsa_planner.load_plan(128)
-    for batch, s_q, s_k in ((0, 5, 2**31), (0, 2**31, 5), (1, 2**24 + 1, 5)):
+    for batch, s_q, s_k in ((0, 5, 2**31), (0, 2**31, 5), (2**31, 0, 0), (1, 2**24 + 1, 5), (2**15, 1, 2**15 + 1)):
         like = {"bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32}
 
         def empty(dtype: str, *shape: int, like: dict[str, torch.dtype] = like) -> torch.Tensor:
