@@ -20,11 +20,11 @@ $(VENV)/.compile: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) --editable '.[compile,test,torch]'
+	$(INSTALL) --editable '.[compile,test,torch,verify]'
 	@touch $@ $(VENV)/.compile
 
 $(VENV)/.lint: $(VENV)/.test
-	$(INSTALL) --editable '.[compile,test,torch,lint]'
+	$(INSTALL) --editable '.[compile,test,torch,verify,lint]'
 	@touch $@
 
 precompile: $(VENV)/.compile

@@ -25,9 +25,9 @@ def tree() -> set[str]:
     """The files of the packages, under their installed names."""
     found = set()
     for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).iterdir():
-            if path.suffix in (".py", ".json") or path.name == "py.typed":
-                found.add(f"{package}/{path.name}")
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".json", ".c", ".h") or path.name == "py.typed":
+                found.add(f"{package}/{path.relative_to(ROOT / folder)}")
     return found
 
 
