@@ -273,9 +273,24 @@ static void op_TMA_LOAD(Warp *w, const Insn *i, u32 mask) {
     push(w->cta, op);
   }
 }
-/* s0 shared address, s1 map; target is the reduction. */
+/* s0 shared address, s1 map; target is the reduction. Lanes that issue the same store without a reduction issue one: a
+   whole warp may run through a store that is meant once. */
+static i32 same_store(Warp *w, const Insn *i, u32 a, u32 b) {
+  i32 same = slot64(w, i->s1)[a] == slot64(w, i->s1)[b];
+  same &= i->mod & 1 ? slot64(w, i->s0)[a] == slot64(w, i->s0)[b] : slot(w, i->s0)[a] == slot(w, i->s0)[b];
+  for (i32 c = 0; c < i->n; c++) {
+    const u32 *at = slot(w, w->cta->machine->lists[i->list + c]);
+    same &= at[a] == at[b];
+  }
+  return same && !i->target;
+}
 static void op_TMA_STORE(Warp *w, const Insn *i, u32 mask) {
+  u32 issued = 0;
   LANES if (mask >> l & 1) {
+    u32 duplicate = 0;
+    for (u32 e = 0; e < (u32)l; e++) duplicate |= (issued >> e & 1) && same_store(w, i, e, l);
+    if (duplicate) continue;
+    issued |= 1u << l;
     Async *op = new_async(w, ASYNC_TMA_STORE, 1u << l);
     op->destination[0] = shared_offset(i->mod & 1 ? slot64(w, i->s0)[l] : slot(w, i->s0)[l]) + i->imm;
     op->map = slot64(w, i->s1)[l];
