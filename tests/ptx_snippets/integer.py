@@ -242,7 +242,9 @@ elementwise(
         ("mul.wide.s32 %d, %a, %b;", lambda a, b, w: s32(a) * s32(b) & MASK64),
         ("mul.wide.u32 %d, %a, %b;", lambda a, b, w: a * b),
         ("mul.wide.s32 %d, %a, -12;", lambda a, b, w: s32(a) * -12 & MASK64),
+        ("mad.wide.s32 %d, %a, %b, %w;", lambda a, b, w: (s32(a) * s32(b) + w) & MASK64),
         ("mad.wide.u32 %d, %a, %b, %w;", lambda a, b, w: (a * b + w) & MASK64),
+        ("mad.wide.s32 %d, %a, 4, %w;", lambda a, b, w: (s32(a) * 4 + w) & MASK64),
     ],
     result=64,
 )

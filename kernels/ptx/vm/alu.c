@@ -167,7 +167,7 @@ DEFINE32(SHR_U16, b[l] > 15 ? 0 : (a[l] & 0xffff) >> b[l])
     u64 *d = slot64(w, i->d0);                                                                      \
     const u32 *a = slot(w, i->s0), *b = slot(w, i->s1);                                             \
     const u64 *c = slot64(w, i->s2);                                                                \
-    WRITE(u64, d, (type)a[l] * (type)b[l] + (type)c[l]);                                            \
+    WRITE(u64, d, (u64)((type)a[l] * (type)b[l]) + c[l]);                                            \
   }
 #define SIGNED_WIDE i64)(i32
 DEFINE_WIDE(U32, u64)
