@@ -298,7 +298,7 @@ elementwise(
         _converted(kind, rounding, ftz)
         for kind in ("s32", "u32")
         for rounding in ("rzi", "rni", "rmi", "rpi")
-        for ftz in (False,)
+        for ftz in (False, True)
     ],
 )
 _WHOLE = [0, 1, 2, 3, 0xFFFFFF, 0x1000000, 0x1000001, 0x1000003, 0x1000005, 0x7FFFFFBF, 0x7FFFFFC0, 0x7FFFFFFF, NEGATIVE,
