@@ -207,8 +207,8 @@ static inline u32 extreme(const Insn *i, u32 a, u32 b, i32 largest) {
 }
 DEFINE32(FMIN, extreme(i, a[l], b[l], 0))
 DEFINE32(FMAX, extreme(i, a[l], b[l], 1))
-#define LOW(x) as_float((u32)(x))
-#define HIGH(x) as_float((u32)((x) >> 32))
+#define LOW(x) as_float(in_(i, (u32)(x)))
+#define HIGH(x) as_float(in_(i, (u32)((x) >> 32)))
 #define PAIR(low, high) ((u64)out_(i, high) << 32 | out_(i, low))
 DEFINE64(FADD2, PAIR(LOW(a[l]) + LOW(b[l]), HIGH(a[l]) + HIGH(b[l])))
 DEFINE64(FSUB2, PAIR(LOW(a[l]) - LOW(b[l]), HIGH(a[l]) - HIGH(b[l])))
