@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
     "kernel",
     "opcodes_of",
     "poison",
+    "program",
     "s32",
     "s64",
 ]
@@ -77,6 +79,8 @@ class Snippet:
     tolerance: Mapping[str, float] = field(default_factory=dict)
     any_nan: bool = False
     reads_outputs: bool = False
+    scalars: Mapping[str, tuple[str, int | bytes]] = field(default_factory=dict)
+    """Parameters that are no pointers: their PTX type and value, or bytes."""
 
     @property
     def target(self) -> str:
@@ -100,17 +104,24 @@ def poison(shape: int | tuple[int, ...], dtype: Any = np.uint32) -> Array:
 
 
 def kernel(
-    parameters: Iterable[str], body: str, *, threads: int = 32, target: str = "sm_90a", maps: Iterable[str] = ()
+    parameters: Iterable[str],
+    body: str,
+    *,
+    threads: int = 32,
+    target: str = "sm_90a",
+    maps: Iterable[str] = (),
+    scalars: Mapping[str, tuple[str, int | bytes]] = MappingProxyType({}),
+    directives: str = "",
 ) -> str:
-    """The PTX text of a kernel. Parameters are pointers, or tensor maps where ``maps`` names them."""
-    maps = set(maps)
-    declared = ",\n".join(
-        f"    .param .align 64 .b8 {name}[128]" if name in maps else f"    .param .u64 {name}" for name in parameters
-    )
+    """The PTX text of a kernel. Parameters are pointers, but for those that ``maps`` and ``scalars`` name."""
+    types = dict.fromkeys(maps, ".align 64 .b8 {}[128]")
+    for name, (kind, value) in scalars.items():
+        types[name] = f".align 16 .b8 {{}}[{len(value)}]" if isinstance(value, bytes) else f".{kind} {{}}"
+    declared = ",\n".join("    .param " + types.get(name, ".u64 {}").format(name) for name in parameters)
     lines = "\n".join("    " + line.strip() for line in body.strip().splitlines())
     return (
         f".version {_VERSIONS[target]}\n.target {target}\n.address_size 64\n\n"
-        f".visible .entry snippet(\n{declared}\n)\n.reqntid {threads}, 1, 1\n{{\n{lines}\n    ret;\n}}\n"
+        f".visible .entry snippet(\n{declared}\n)\n.reqntid {threads}, 1, 1 {directives}\n{{\n{lines}\n    ret;\n}}\n"
     )
 
 
@@ -214,6 +225,58 @@ def elementwise(
             any_nan=any_nan,
         )
     )
+
+
+_SCRATCH = """
+.reg .pred %p<12>;
+.reg .b16 %h<24>;
+.reg .b32 %r<64>;
+.reg .b64 %d<32>;
+.reg .b32 %thread, %lane, %warp;
+.reg .b64 %out;
+mov.u32 %thread, %tid.x;
+and.b32 %lane, %thread, 31;
+shr.u32 %warp, %thread, 5;
+ld.param.u64 %out, [out];
+mad.wide.u32 %out, %thread, 4, %out;
+"""
+
+
+def program(
+    name: str,
+    body: str,
+    expected: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+    *,
+    holds: Iterable[str],
+    rows: int = 0,
+    inputs: Mapping[str, Array] = MappingProxyType({}),
+    outputs: Mapping[str, Array] = MappingProxyType({}),
+    threads: int = 32,
+    target: str = "sm_90a",
+    maps: Mapping[str, TensorMapSpec] = MappingProxyType({}),
+    scalars: Mapping[str, tuple[str, int | bytes]] = MappingProxyType({}),
+    grid: tuple[int, int, int] = (1, 1, 1),
+    reads_outputs: bool = False,
+    directives: str = "",
+) -> Snippet:
+    """A snippet with a body of its own.
+
+    Its registers: ``%p0``... predicates, ``%h0``... 16, ``%r0``... 32 and ``%d0``... 64 bits; ``%thread``, ``%lane`` and
+    ``%warp``; ``%out`` is where the thread's word of row 0 of output ``out`` is, which has ``rows`` rows of a word for
+    each thread. ``STORE n, %r1;`` in the body is short for a store to row n.
+    """
+    outputs = {"out": poison((rows, threads)), **outputs} if rows else dict(outputs)
+    body = re.sub(r"STORE (\d+),", lambda match: f"st.global.b32 [%out + {int(match.group(1)) * threads * 4}],", body)
+    arguments = [*inputs, *outputs, *maps, *scalars]
+    text = kernel(
+        arguments, _SCRATCH + body, threads=threads, target=target, maps=maps, scalars=scalars, directives=directives
+    )
+    return add(
+        Snippet(
+            name=name, text=text, arguments=tuple(arguments), inputs=inputs, outputs=outputs, expected=expected,
+            holds=frozenset(holds), threads=threads, grid=grid, maps=maps, scalars=scalars, reads_outputs=reads_outputs,
+        )
+    )  # fmt: skip
 
 
 def _is_nan(bits: Array) -> Array:

@@ -43,6 +43,8 @@ def launch(
                     buffers[spec.buffer].address, spec.element_bytes, spec.extents, spec.strides, spec.box, spec.swizzle_bytes
                 ).pack()
             )  # fmt: skip
+        elif name in snippet.scalars:
+            values.append(snippet.scalars[name][1])
         else:
             values.append(buffers[name].address)
     code = decoded(snippet)
