@@ -625,7 +625,7 @@ def _ld(d: _Decoder, i: Instruction, words: list[str]) -> Any:
             "LD_PARAM",
             i,
             imm=offset,
-            mod=size.bit_length() - 1,
+            mod=size.bit_length() - 1 | int(words[-1].startswith("s")) << 5 | int(d.is_wide(results[0])) << 7,
             list=results,
             n=len(results),
             list_is_written=len(results),

@@ -205,6 +205,74 @@ program(
 
 # --- parameters ------------------------------------------------------------------------------------------------------
 
+_SCALARS: dict[str, tuple[str, int | bytes]] = {
+    "byte": ("u8", 0x9C), "half": ("u16", 0xBEEF), "word": ("u32", 0x87654321), "long": ("u64", 0xFEDCBA9876543210),
+    "number": ("f32", 0x40490FDB), "block": ("b8", bytes(range(100, 132))),
+}  # fmt: skip
+program(
+    "parameters",
+    """
+    ld.param.u8 %r0, [byte];
+    STORE 0, %r0;
+    ld.param.s8 %r0, [byte];
+    STORE 1, %r0;
+    ld.param.u16 %r0, [half];
+    STORE 2, %r0;
+    ld.param.s16 %r0, [half];
+    STORE 3, %r0;
+    ld.param.b32 %r0, [word];
+    STORE 4, %r0;
+    ld.param.u32 %d0, [word];
+    mov.b64 {%r0, %r1}, %d0;
+    STORE 5, %r0;
+    STORE 6, %r1;
+    ld.param.s32 %d0, [word];
+    mov.b64 {%r0, %r1}, %d0;
+    STORE 7, %r0;
+    STORE 8, %r1;
+    ld.param.b64 %d0, [long];
+    mov.b64 {%r0, %r1}, %d0;
+    STORE 9, %r0;
+    STORE 10, %r1;
+    ld.param.f32 %r0, [number];
+    STORE 11, %r0;
+    ld.param.u32 %r0, [long + 4];
+    STORE 12, %r0;
+    ld.param.v4.u32 {%r0, %r1, %r2, %r3}, [block + 16];
+    STORE 13, %r0;
+    STORE 14, %r3;
+    ld.param.v2.u64 {%d0, %d1}, [block];
+    mov.b64 {%r0, %r1}, %d1;
+    STORE 15, %r1;
+    ld.param.u8 %h0, [block + 7];
+    cvt.u32.u16 %r0, %h0;
+    STORE 16, %r0;
+    ld.param.s8 %d0, [byte];
+    mov.b64 {%r0, %r1}, %d0;
+    STORE 17, %r0;
+    STORE 18, %r1;
+    """,
+    lambda buffers: {
+        "out": np.repeat(
+            np.array(
+                [
+                    0x9C, 0xFFFFFF9C, 0xBEEF, 0xFFFFBEEF, 0x87654321, 0x87654321, 0, 0x87654321, MASK32, 0x76543210,
+                    0xFEDCBA98, 0x40490FDB, 0xFEDCBA98, 0x77767574, 0x83828180, 0x73727170, 107, 0xFFFFFF9C, MASK32,
+                ],
+                np.uint32,
+            )[:, None],
+            32,
+            axis=1,
+        )
+    },
+    holds=(
+        "ld.param.u8", "ld.param.s8", "ld.param.u16", "ld.param.s16", "ld.param.b32", "ld.param.u32", "ld.param.s32",
+        "ld.param.b64", "ld.param.f32", "ld.param.v4.u32", "ld.param.v2.u64",
+    ),
+    rows=19,
+    scalars=_SCALARS,
+)  # fmt: skip
+
 # --- atomics ---------------------------------------------------------------------------------------------------------
 
 

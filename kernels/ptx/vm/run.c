@@ -37,15 +37,17 @@ static void op_ST(Warp *w, const Insn *i, u32 mask) {
     }
   }
 }
-/* Parameters are the same for all lanes. imm the offset, mod log2 of the bytes, list the n registers. */
+/* Parameters are the same for all lanes. imm the offset, mod log2 of the bytes, sign extension << 5 and whole b64 registers
+   << 7, list the n registers. */
 static void op_LD_PARAM(Warp *w, const Insn *i, u32 mask) {
   Machine *m = w->cta->machine;
   i32 bytes = 1 << (i->mod & 7);
   for (i32 n = 0; n < i->n; n++) {
     u64 value = 0;
     memcpy(&value, m->params + i->imm + n * bytes, bytes);
+    if (i->mod >> 5 & 1) value = (u64)((i64)(value << (64 - 8 * bytes)) >> (64 - 8 * bytes));
     i32 to = m->lists[i->list + n];
-    if (bytes == 8) { u64 *d = slot64(w, to); WRITE(u64, d, value); }
+    if (i->mod >> 7 & 1) { u64 *d = slot64(w, to); WRITE(u64, d, value); }
     else { u32 *d = slot(w, to); WRITE(u32, d, value); }
   }
 }
