@@ -345,7 +345,7 @@ _WORDS = "".join(
     for name, register in (("old", "%r0"), ("new", "%r1"), ("float_old", "%r11"), ("float_new", "%r12"))
 )
 _OPERANDS = {"old": _OLD, "new": _NEW, "float_old": _FLOAT_OLD, "float_new": _FLOAT_NEW}
-for _space in (".global", ""):
+for _space in (".global", ".shared", ""):
     _body, _held = _atomics_body(_space)
     program(
         f"atomics-{_space[1:] or 'generic'}",

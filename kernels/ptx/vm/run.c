@@ -62,6 +62,7 @@ static void op_ATOM(Warp *w, const Insn *i, u32 mask) {
     u64 address = (i->mod >> 6 & 1 ? slot64(w, i->s0)[l] : slot(w, i->s0)[l]) + (i64)i->imm;
     u8 *at = lane_memory(m, &a, space, address, bytes * i->n, bytes * i->n, ACCESS_ATOMIC);
     if (!at) return;
+    i32 in_global = space == SPACE_GLOBAL || (space == SPACE_GENERIC && address < SHARED_WINDOW);
     if (bytes == 8) {
       u64 old, value = slot64(w, m->lists[i->list])[l];
       memcpy(&old, at, 8);
@@ -75,7 +76,7 @@ static void op_ATOM(Warp *w, const Insn *i, u32 mask) {
       memcpy(&old, at + 4 * n, 4);
       switch (i->target) {
         case ATOM_ADD_U32: value += old; break;
-        case ATOM_ADD_F32: { u32 x = old; reduce_add((u8 *)&x, (u8 *)&value, 4, REDUCE_ADD_F32); value = x; break; }
+        case ATOM_ADD_F32: value = atomic_add(old, value, in_global); break;
         case ATOM_MIN_U: value = MIN(value, old); break;
         case ATOM_MAX_U: value = MAX(value, old); break;
         case ATOM_MIN_S: value = MIN((i32)value, (i32)old); break;
