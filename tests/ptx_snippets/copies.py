@@ -327,6 +327,8 @@ program(
     cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%d0 + 256], [%r20 + 256], 256;
     ld.param.u64 %d0, [floats];
     cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%d0], [%r20 + 512], 256;
+    ld.param.u64 %d0, [halves];
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%d0], [%r20 + 768], 256;
     cp.async.bulk.commit_group;
     cp.async.bulk.wait_group 0;
     DONE:
@@ -334,8 +336,11 @@ program(
     lambda buffers: {
         "words": (buffers["words"] + buffers["source"][:512].view(np.uint32)).astype(np.uint32),
         "floats": _each(_add_f32, buffers["floats"], _F32_ADDED),
+        "halves": _each(_add_bf16, buffers["halves"], _BF16_ADDED),
     },
-    holds=[f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{kind}" for kind in ("u32", "s32", "f32")],
+    holds=[
+        f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{kind}" for kind in ("u32", "s32", "f32", "noftz.bf16")
+    ],
     inputs={"source": np.concatenate([_BYTES[:512], _F32_ADDED.view(np.uint8), _BF16_ADDED.view(np.uint8)])},
     outputs={
         "out": poison(1),
