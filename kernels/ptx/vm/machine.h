@@ -103,7 +103,7 @@ typedef struct {
   u32 cp_agent[32], bulk_agent[32], cp_group[32], bulk_group[32], cp_clock[32], bulk_clock[32],
       cp_commit_clock[32][16];
   u32 wgmma_agent, wgmma_clock, wgmma_group, wgmma_issued;
-  u32 ld_agent, ld_clock, tc5_loads;
+  u32 tmem_agent[2], tmem_clock[2], tc5_loads; /* of tcgen05.ld and tcgen05.st */
   u32 *tc5_loading; /* per slot: 1 + pc of the tcgen05.ld that has not been waited for */
   u32 *wgmma_stamp; /* per slot: when a generic write last touched a wgmma register */
   u32 stamp, fence_stamp;

@@ -2,7 +2,7 @@
 
    Tensor memory is 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. MMAs run on one pipe in the
    order in which they were issued, and land late like every asynchronous operation. Loads and stores are done at once,
-   but count as done only at tcgen05.wait. */
+   but count as done only at the tcgen05.wait for their kind. */
 
 #define TMEM_LANES 128
 #define TMEM_COLUMNS 512
@@ -91,11 +91,13 @@ static void tc5_cell(i32 shape, i32 r, i32 l, u32 *lane, u32 *column) {
   }
 }
 
-static Actor tc5_actor(Warp *w) {
-  if (!w->ld_agent) w->ld_agent = new_agent(w->cta), w->ld_clock = 1;
+/* Loads and stores of a warp are two agents: nothing orders one instruction after another but tcgen05.wait. */
+static Actor tc5_actor(Warp *w, i32 store) {
+  if (!w->tmem_agent[store]) w->tmem_agent[store] = new_agent(w->cta);
+  w->tmem_clock[store] = next_clock(w->cta->machine, w->tmem_clock[store]);
   Actor a = lane_actor(w, 0, w->pc);
   a.lanes = FULL;
-  a.epoch = EPOCH(w->ld_agent, w->ld_clock);
+  a.epoch = EPOCH(w->tmem_agent[store], w->tmem_clock[store]);
   return a;
 }
 
@@ -104,7 +106,7 @@ static void tc5_move(Warp *w, const Insn *i, i32 store) {
   Machine *m = w->cta->machine;
   u32 address = slot(w, i->s0)[0] + i->imm, base_lane = address >> 16, base_column = address & 0xffff;
   u32 quarter = 32 * (w->index & 3);
-  Actor a = tc5_actor(w);
+  Actor a = tc5_actor(w, store);
   if ((base_lane & ~16u) != quarter) {
     find(m, FIND_TMEM, -1, w->pc, w->cta, w->index, -1, 3, address);
     base_lane = quarter | (base_lane & 16);
@@ -139,10 +141,9 @@ static void op_TC5_WAIT(Warp *w, const Insn *i, u32 mask) {
     memset(w->tc5_loading, 0, (u64)cta->machine->slots * 4);
     w->tc5_loads = 0;
   }
-  if (!cta->machine->detect || !w->ld_agent) return;
+  if (!cta->machine->detect || !w->tmem_agent[i->mod]) return;
   Knowledge *k = empty_knowledge(cta);
-  k->ordered[w->ld_agent] = w->ld_clock;
-  w->ld_clock = next_clock(cta->machine, w->ld_clock);
+  k->ordered[w->tmem_agent[i->mod]] = w->tmem_clock[i->mod];
   acquire(w, mask, k);
   drop(cta, k);
 }

@@ -394,6 +394,14 @@ FAULTS = [
         "tensor memory contract", "st.global.b32", by="tcgen05.wait::ld.sync.aligned;", before="tcgen05.ld",
         target="sm_100a",
     ),
+    Fault(
+        "a-load-from-tensor-memory-before-its-store-is-done",
+        _ALLOCATE + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r24], {%thread};\nREPAIR\n"
+        "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r24];\ntcgen05.wait::ld.sync.aligned;\n"
+        "st.global.b32 [%d3], %r5;\n" + _RELEASE,
+        "race: read after write", "tcgen05.ld", by="tcgen05.wait::st.sync.aligned;", before="tcgen05.st",
+        target="sm_100a",
+    ),
 ]  # fmt: skip
 
 
