@@ -659,13 +659,27 @@ _HINTS = (
 )  # fmt: skip
 
 
+def _plain_type(kind: str) -> str:
+    if kind not in (
+        "b8",
+        "u8",
+        "s8",
+        "b16",
+        "u16",
+        "s16",
+        *(f"{letter}{bits}" for letter in "busf" for bits in (32, 64)),
+    ):
+        raise PtxError(f"type .{kind} is not known")
+    return kind
+
+
 def _access(d: _Decoder, i: Instruction, words: list[str]) -> tuple[int, int, int, bool]:
     """(space, elements, bytes of one, signed) of a load or store."""
     space = next((_SPACES[word] for word in words if word in _SPACES), 2)
     count = next((int(word[1:]) for word in words if word in ("v2", "v4", "v8")), 1)
     kind = words[-1]
     _only(words[:-1], "v2", "v4", "v8", *_SPACES, *_HINTS)
-    size = _bits(kind) // 8
+    size = _bits(_plain_type(kind)) // 8
     for name, number in (("global", 0), ("shared", 1)):
         if space in (number, 2):
             d.granules[name] = min(d.granules[name], size)
@@ -683,7 +697,7 @@ def _ld(d: _Decoder, i: Instruction, words: list[str]) -> Any:
         if not isinstance(memory.base, Symbol):
             raise PtxError("a parameter is read by its name")
         offset = d.parameters[memory.base.name].offset + memory.offset
-        size = _bits(words[-1]) // 8
+        size = _bits(_plain_type(words[-1])) // 8
         return Insn(
             "LD_PARAM",
             i,

@@ -209,6 +209,10 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
   if (op->group != TMA_GATHER4)
     for (u32 d = 1; d < rank; d++) rows *= t->box[d];
   Actor a = async_actor(cta, op, op->mask);
+  if (op->scale_d && t->element_bytes != 4) { /* a map does not say its type: sums are those of fp32 */
+    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, 0, op->map);
+    return;
+  }
   if (op->destination[0] & 127 || (t->swizzle_bytes && row_bytes > t->swizzle_bytes)) {
     fatal(m, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_SHARED, op->destination[0]);
     return;

@@ -135,8 +135,9 @@ static void op_WGMMA(Warp *w, const Insn *i, u32 mask) {
   push(w->cta, op);
 }
 
-static Descriptor wgmma_descriptor(u64 d, i32 mn_major) {
+static Descriptor wgmma_descriptor(Cta *cta, const Async *op, u64 d, i32 mn_major) {
   static const u32 swizzle[4] = {0, 128, 64, 32};
+  if (d >> 49 & 7) fatal(cta->machine, FIND_DESCRIPTOR, op->pc, -1, cta, op->warp, -1, SPACE_SHARED, d); /* base offset */
   return (Descriptor){(d & 0x3fff) << 4, (d >> 16 & 0x3fff) << 4, (d >> 32 & 0x3fff) << 4, swizzle[d >> 62], mn_major};
 }
 
@@ -153,10 +154,10 @@ static void land_wgmma(Cta *cta, Async *op) {
       LANES for (i32 h = 0; h < 2; h++) /* rows lane / 4 (+ 8), columns 2 (lane % 4) + {0, 1} (+ 8) */
         a[l / 4 + 8 * (r & 1)][2 * (l % 4) + h + 8 * (r >> 1)] = half_value(op->registers[32 * r + l] >> 16 * h, is_f16);
   } else {
-    Descriptor da = wgmma_descriptor(op->a_desc, (i->mod & WGMMA_A_MN) != 0);
+    Descriptor da = wgmma_descriptor(cta, op, op->a_desc, (i->mod & WGMMA_A_MN) != 0);
     if (!read_operand(cta, &actor, &da, 16 * (op->warp & 3), 16, is_f16, &a[0][0], 16, 1)) return;
   }
-  Descriptor db = wgmma_descriptor(op->b_desc, (i->mod & WGMMA_B_MN) != 0);
+  Descriptor db = wgmma_descriptor(cta, op, op->b_desc, (i->mod & WGMMA_B_MN) != 0);
   if (!read_operand(cta, &actor, &db, 0, columns, is_f16, &b[0][0], 1, MAX_COLUMNS)) return;
   if (i->mod & WGMMA_NEGATE_A)
     for (i32 r = 0; r < 16; r++) for (i32 k = 0; k < 16; k++) a[r][k] = -a[r][k];

@@ -250,6 +250,12 @@ FAULTS = [
         threads=128, also=RACES | {"missing proxy fence"},
     ),
     Fault(
+        "a-wgmma-descriptor-with-a-base-offset",
+        _WGMMA_ROOM + _FENCED + "REPAIR\nwgmma.fence.sync.aligned;\n" + _WGMMA + _COMMITTED + _WAITED
+        + "st.global.b32 [%d3], %r1;",
+        "descriptor", "", instead="or.b64 %d5, %d5, 0x0002000000000000;", before="wgmma.mma_async", threads=128,
+    ),
+    Fault(
         "a-read-of-shared-memory-that-nothing-wrote",
         "REPAIR\nld.shared.b32 %r2, [%r22];\nst.global.b32 [%d3], %r2;",
         UNWRITTEN, "ld.shared.b32", by="st.shared.b32 [%r22], %thread;",
@@ -427,3 +433,121 @@ def test_a_fault_is_found_with_its_lines(vm: machine.Machine, fault: Fault) -> N
 def test_the_repaired_program_has_no_finding(vm: machine.Machine, fault: Fault, schedule: str) -> None:
     found = run(vm, fault.text(True), fault.threads, fault.grid, schedule)
     assert not found, list(map(str, found))
+
+
+def deadlock(vm: machine.Machine, body: str, threads: int, schedule: str, target: str = "sm_90a") -> dict[str, str]:
+    """What each place is said to wait for, by its line."""
+    text = kernel(["source", "target"], SETUP + body, threads=threads, target=target)
+    found = [finding for finding in run(vm, text, threads, 1, schedule) if finding.kind == "deadlock"]
+    return {
+        finding.now.partition(" (")[2][:-1]: f"{finding.before}; {finding.where}; {finding.count}" for finding in found
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_wait_for_the_wrong_parity_is_a_deadlock_that_says_where_each_warp_waits(
+    vm: machine.Machine, schedule: str
+) -> None:
+    body = (
+        _MBARRIER.format(32)
+        + """
+        setp.gt.u32 %p4, %warp, 0;
+        @%p4 bra OTHERS;
+        mbarrier.arrive.shared::cta.b64 _, [%r21];
+        FIRST: mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r21], 0;
+        @!%p0 bra FIRST;
+        SECOND: mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r21], PARITY;
+        @!%p0 bra SECOND;
+        OTHERS: bar.sync 0;
+    """
+    )
+    found = deadlock(vm, body.replace("PARITY", "1"), 96, schedule)
+    assert set(found) == {"mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r21], 1", "bar.sync 0"}
+    waiting, barrier = (found[line] for line in sorted(found, reverse=True))
+    assert waiting.startswith("waiting for an mbarrier; CTA 0, warp 0")
+    assert "shared address 0x1000" in waiting
+    assert barrier.startswith("waiting for a barrier; CTA 0, warp 1")
+    assert barrier.endswith("; 2"), "two warps wait there"
+    assert not deadlock(vm, body.replace("PARITY", "0"), 96, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_barrier_that_too_few_threads_reach_is_a_deadlock(vm: machine.Machine, schedule: str) -> None:
+    assert list(deadlock(vm, "@%p2 bar.sync 4, COUNT;".replace("COUNT", "64"), 64, schedule)) == ["@%p2 bar.sync 4, 64"]
+    assert not deadlock(vm, "@%p2 bar.sync 4, COUNT;".replace("COUNT", "32"), 64, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bytes_that_never_come_are_a_deadlock(vm: machine.Machine, schedule: str) -> None:
+    body = _MBARRIER.format(1) + _LOAD + _WAIT
+    assert list(deadlock(vm, body.replace("[%r21], 128;\n@%p1 cp", "[%r21], 256;\n@%p1 cp"), 32, schedule))
+    assert not deadlock(vm, body, 32, schedule)
+
+
+def test_tensor_memory_that_nobody_releases_is_waited_for_in_a_deadlock(vm: machine.Machine) -> None:
+    allocate = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20], 512"
+    found = deadlock(vm, f"{allocate};\n{allocate};", 32, "inorder", "sm_100a")
+    assert found[allocate].startswith("waiting for tensor memory; CTA 0, warp 0")
+
+
+def test_a_program_that_does_not_end_meets_the_limit(vm: machine.Machine) -> None:
+    text = kernel(["source", "target"], SETUP + "FOREVER: add.u32 %r1, %r1, 1;\nbra FOREVER;")
+    found = run(vm, text, 32, 1, "inorder", limit=10000)
+    assert [finding.kind for finding in found] == ["limit of the machine"]
+
+
+def test_atomics_of_several_ctas_and_lanes_are_no_race(vm: machine.Machine) -> None:
+    body = """
+        red.global.add.u32 [%d1], 1;
+        atom.global.max.u32 %r1, [%d1 + 4], %thread;
+        red.global.add.f32 [%d1 + 8], 0f3F800000;
+        red.shared.add.u32 [%r20], 1;
+    """
+    text = kernel(["source", "target"], SETUP + "@%p1 st.shared.b32 [%r20], 0;\nbar.sync 0;" + body, threads=64)
+    for schedule in SCHEDULES:
+        found = run(vm, text, 64, 4, schedule)
+        # Within a CTA shared atomics are plain accesses to the detector.
+        assert not [finding for finding in found if "global" in finding.now], list(map(str, found))
+
+
+TILE = """
+mov.b64 %d4, map;
+cvta.param.u64 %d4, %d4;
+mov.u32 %r1, 0;
+fence.proxy.async;
+bar.warp.sync -1;
+@!%p1 bra DONE;
+{0}
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group 0;
+DONE:
+"""
+STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d4, {%r1, %r1}], [%r20];"
+REDUCE = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%d4, {%r1, %r1}], [%r20];"
+
+
+@pytest.mark.parametrize(
+    ("statement", "element_bytes", "box", "swizzle", "kind"),
+    [
+        (STORE, 4, (8, 4), 0, None),
+        (REDUCE, 4, (8, 4), 0, None),
+        (REDUCE, 2, (8, 4), 0, "tensor map"),  # its sums would be those of another type
+        (STORE.replace("[%r20]", "[%r20 + 64]"), 4, (8, 4), 0, "misaligned access"),
+        (STORE, 4, (16, 2), 32, "misaligned access"),  # the box is wider than the swizzle
+        (STORE.replace("[%d4,", "[%d0,"), 4, (8, 4), 0, "tensor map"),
+    ],
+)
+def test_what_a_tensor_map_cannot_do_is_a_finding(
+    vm: machine.Machine, statement: str, element_bytes: int, box: tuple[int, int], swizzle: int, kind: str | None
+) -> None:
+    body = SETUP + "st.shared.b32 [%r22], %thread;\n" + TILE.replace("{0}", statement)
+    text = kernel(["source", "target", "map"], body, maps=["map"])
+    program = decode.decode(parser.parse(text).kernels["snippet"])
+    source, target = (
+        machine.Buffer(np.zeros(64, np.uint32), 0, writable=False),
+        machine.Buffer(np.zeros(1024, np.uint32), 1),
+    )
+    tensor = machine.TensorMap(target.address, element_bytes, (16, 16), (64,), box, swizzle)
+    parameters = machine.pack_parameters(program, [source.address, target.address, tensor.pack()])
+    result = vm.launch(program, 1, 32, 0, parameters, [source, target])
+    assert [finding.kind for finding in result.findings] == ([kind] if kind else [])

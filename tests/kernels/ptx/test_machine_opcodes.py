@@ -64,6 +64,9 @@ def test_a_snippet_gives_the_expected_bits_without_findings(vm: machine.Machine,
     snippet = ptx_snippets.REGISTRY[name]
     outputs, result = launch(vm, snippet, schedule)
     assert not result.findings, "\n".join(map(str, result.findings))
+    code = decoded(snippet)
+    executed = {name for name, count in zip(code.opcodes, result.counts.sum(0), strict=True) if count}
+    assert snippet.holds <= executed, snippet.holds - executed
     wrong = ptx_snippets.differences(snippet, outputs)
     assert not wrong, wrong
 

@@ -141,6 +141,9 @@ ld.const.u32 %r1, [%d1]
 ld.global.v3.u32 {%r1, %r2, %r3}, [%d1]
 ld.global.v2.u32 %r1, [%d1]
 ld.param.foo.u64 %d1, [out]
+ld.global.b128 %d1, [%d1]
+ld.param.b128 %d1, [out]
+st.global.b128 [%d1], %d2
 st.foo.u32 [%d1], %r1
 st.local.u32 [%d1], %r1
 st.async.b32 [%d1], %r1
