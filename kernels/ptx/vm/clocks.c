@@ -218,3 +218,5 @@ static inline Actor async_actor(Cta *cta, Async *op, u32 lanes) {
 
 /* Agents above the threads write through the async proxy, except those of cp.async, which is generic. */
 #define ASYNC_WRITTEN 0x80000000u /* in a written_pc */
+#define ATOMIC_WRITTEN 0x40000000u
+#define WRITTEN_PC(x) ((x) & ~(ASYNC_WRITTEN | ATOMIC_WRITTEN))

@@ -1,5 +1,7 @@
 /* Memory: shared and global, with the shadow that says who wrote and read each granule last. */
 
+enum { ACCESS_READ, ACCESS_WRITE, ACCESS_ATOMIC };
+
 /* Readers of one granule that are not ordered with each other. Its arrays are kept when a set is used again. */
 static ReaderSet *new_reader_set(Cta *cta, i32 *index) {
   if (!cta->free_reader_sets_count && cta->reader_sets_used == cta->reader_sets_size) {
@@ -37,9 +39,9 @@ static void shadow_read(Machine *m, const Actor *a, u32 *written, u32 *written_p
     if (!w) {
       find(m, FIND_UNWRITTEN, -1, a->pc, a->cta, a->warp, a->lane, space, address);
     } else if (!knows(a, w)) {
-      find(m, FIND_RACE_RAW, written_pc[g] & ~ASYNC_WRITTEN, a->pc, a->cta, a->warp, a->lane, space, address);
+      find(m, FIND_RACE_RAW, WRITTEN_PC(written_pc[g]), a->pc, a->cta, a->warp, a->lane, space, address);
     } else if (a->async && !(written_pc[g] & ASYNC_WRITTEN) && !sees_through_async_proxy(a, w)) {
-      find(m, FIND_FENCE, written_pc[g], a->pc, a->cta, a->warp, a->lane, space, address);
+      find(m, FIND_FENCE, WRITTEN_PC(written_pc[g]), a->pc, a->cta, a->warp, a->lane, space, address);
     }
     u32 r = read[g];
     if (r & READ_SHARED) {
@@ -57,14 +59,16 @@ static void shadow_read(Machine *m, const Actor *a, u32 *written, u32 *written_p
   }
 }
 
+/* Atomics do not conflict with each other. */
 static void shadow_write(Machine *m, const Actor *a, u32 *written, u32 *written_pc, u32 *read, u32 *read_pc, u64 first,
-                         u64 last, i32 space, u64 address) {
+                         u64 last, i32 space, u64 address, i32 access) {
   for (u64 g = first; g <= last; g++) {
     u32 w = written[g], r = read[g];
-    if (!knows(a, w)) {
-      find(m, FIND_RACE_WAW, written_pc[g] & ~ASYNC_WRITTEN, a->pc, a->cta, a->warp, a->lane, space, address);
+    if (access == ACCESS_ATOMIC && !w) find(m, FIND_UNWRITTEN, -1, a->pc, a->cta, a->warp, a->lane, space, address);
+    if (!knows(a, w) && !(access == ACCESS_ATOMIC && written_pc[g] & ATOMIC_WRITTEN)) {
+      find(m, FIND_RACE_WAW, WRITTEN_PC(written_pc[g]), a->pc, a->cta, a->warp, a->lane, space, address);
     } else if (a->async && w && !(written_pc[g] & ASYNC_WRITTEN) && !sees_through_async_proxy(a, w)) {
-      find(m, FIND_FENCE, written_pc[g], a->pc, a->cta, a->warp, a->lane, space, address);
+      find(m, FIND_FENCE, WRITTEN_PC(written_pc[g]), a->pc, a->cta, a->warp, a->lane, space, address);
     }
     if (r & READ_SHARED) {
       const ReaderSet *set = &a->cta->reader_sets[r & ~READ_SHARED];
@@ -79,12 +83,12 @@ static void shadow_write(Machine *m, const Actor *a, u32 *written, u32 *written_
     }
     read[g] = 0;
     written[g] = a->epoch;
-    written_pc[g] = a->pc | (a->async ? ASYNC_WRITTEN : 0);
+    written_pc[g] = a->pc | (a->async ? ASYNC_WRITTEN : 0) | (access == ACCESS_ATOMIC ? ATOMIC_WRITTEN : 0);
   }
 }
 
 /* Shared memory at [address, address + bytes), or NULL where it is out of bounds or misaligned. */
-static u8 *shared_at(Machine *m, const Actor *a, u32 address, u32 bytes, u32 align, i32 write) {
+static u8 *shared_at(Machine *m, const Actor *a, u32 address, u32 bytes, u32 align, i32 access) {
   if ((u64)address + bytes > (u64)m->shared_bytes) {
     fatal(m, FIND_BOUNDS, -1, a->pc, a->cta, a->warp, a->lane, SPACE_SHARED, address);
     return 0;
@@ -96,14 +100,16 @@ static u8 *shared_at(Machine *m, const Actor *a, u32 address, u32 bytes, u32 ali
   if (m->detect) {
     Cta *c = a->cta;
     u64 first = address >> m->granule_shift, last = (address + bytes - 1) >> m->granule_shift;
-    (write ? shadow_write : shadow_read)(m, a, c->written, c->written_pc, c->read, c->read_pc, first, last,
-                                         SPACE_SHARED, address);
+    if (access == ACCESS_READ)
+      shadow_read(m, a, c->written, c->written_pc, c->read, c->read_pc, first, last, SPACE_SHARED, address);
+    else
+      shadow_write(m, a, c->written, c->written_pc, c->read, c->read_pc, first, last, SPACE_SHARED, address, access);
     if (!a->async)
       for (u32 b = address >> 3; b <= (address + bytes - 1) >> 3; b++)
         if (c->mbarriers[b].valid)
           find(m, FIND_MBARRIER, c->mbarriers[b].init_pc, a->pc, c, a->warp, a->lane, SPACE_SHARED, address);
   }
-  (write ? m->bytes_written : m->bytes_read)[SPACE_SHARED] += bytes;
+  (access == ACCESS_READ ? m->bytes_read : m->bytes_written)[SPACE_SHARED] += bytes;
   return a->cta->shared + address;
 }
 
@@ -115,15 +121,13 @@ static Allocation *allocation_at(Machine *m, u64 address, u64 bytes) {
   return 0;
 }
 
-enum { ACCESS_READ, ACCESS_WRITE, ACCESS_ATOMIC };
-#define ATOMIC_WRITTEN 0x40000000u
 
 /* Another CTA's access to writable memory is never ordered within one launch; one of the same CTA follows the clocks.
    Atomics do not conflict with each other. */
 static void shadow_global(Machine *m, const Actor *a, Allocation *g, u64 first, u64 last, i32 access, u64 address) {
   u16 me = a->cta->index + 1;
   for (u64 i = first; i <= last; i++) {
-    u32 w = g->written[i], wpc = g->written_pc[i] & ~(ASYNC_WRITTEN | ATOMIC_WRITTEN);
+    u32 w = g->written[i], wpc = WRITTEN_PC(g->written_pc[i]);
     i32 w_atomic = (g->written_pc[i] & ATOMIC_WRITTEN) != 0;
     i32 ordered = w <= 1 || (g->written_cta[i] == me && knows(a, w));
     if (access == ACCESS_READ) {
@@ -178,6 +182,6 @@ static u8 *lane_memory(Machine *m, const Actor *a, i32 space, u64 address, u32 b
     space = address >= SHARED_WINDOW ? SPACE_SHARED : SPACE_GLOBAL;
     if (space == SPACE_SHARED) address -= SHARED_WINDOW;
   }
-  if (space == SPACE_SHARED) return shared_at(m, a, (u32)address, bytes, align, access != ACCESS_READ);
+  if (space == SPACE_SHARED) return shared_at(m, a, (u32)address, bytes, align, access);
   return global_at(m, a, address, bytes, align, access);
 }

@@ -370,6 +370,18 @@ FAULTS = [
         instead="setp.eq.and.u32 %p5, %thread, 0, !%p4;\n@%p5 st.global.b32 [%d1], 5;", grid=2, also=RACES,
     ),
     Fault(
+        "an-atomic-and-a-plain-store-in-shared-memory",
+        "@%p1 st.shared.b32 [%r20], 0;\nbar.sync 0;\n@%p2 red.shared.add.u32 [%r20], 1;\nREPAIR\n"
+        "@!%p2 st.shared.b32 [%r20], 9;",
+        "race: write after write", "st.shared.b32 [%r20], 9", by="bar.sync 0;\nsetp.ne.u32 %p2, %thread, 40;",
+        instead="setp.ne.u32 %p2, %thread, 40;", before="red.shared.add.u32", threads=64, also=RACES,
+    ),
+    Fault(
+        "an-atomic-on-shared-memory-that-nothing-wrote",
+        "REPAIR\nbar.warp.sync -1;\nred.shared.add.u32 [%r20], 1;",
+        UNWRITTEN, "red.shared.add.u32", by="@%p1 st.shared.b32 [%r20], 0;",
+    ),
+    Fault(
         "tensor-memory-that-is-not-released",
         _ALLOCATE + "REPAIR", "tensor memory contract", "", by=_RELEASE, target="sm_100a",
     ),
@@ -506,8 +518,7 @@ def test_atomics_of_several_ctas_and_lanes_are_no_race(vm: machine.Machine) -> N
     text = kernel(["source", "target"], SETUP + "@%p1 st.shared.b32 [%r20], 0;\nbar.sync 0;" + body, threads=64)
     for schedule in SCHEDULES:
         found = run(vm, text, 64, 4, schedule)
-        # Within a CTA shared atomics are plain accesses to the detector.
-        assert not [finding for finding in found if "global" in finding.now], list(map(str, found))
+        assert not found, list(map(str, found))
 
 
 TILE = """
