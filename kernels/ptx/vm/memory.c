@@ -130,6 +130,8 @@ static void shadow_global(Machine *m, const Actor *a, Allocation *g, u64 first, 
     u32 w = g->written[i], wpc = WRITTEN_PC(g->written_pc[i]);
     i32 w_atomic = (g->written_pc[i] & ATOMIC_WRITTEN) != 0;
     i32 ordered = w <= 1 || (g->written_cta[i] == me && knows(a, w));
+    if (a->async && w > 1 && ordered && !(g->written_pc[i] & ASYNC_WRITTEN) && !sees_through_async_proxy(a, w))
+      find(m, FIND_FENCE, wpc, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
     if (access == ACCESS_READ) {
       if (!w) find(m, FIND_UNWRITTEN, -1, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
       else if (!ordered) find(m, FIND_RACE_RAW, wpc, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
@@ -145,7 +147,7 @@ static void shadow_global(Machine *m, const Actor *a, Allocation *g, u64 first, 
     if (r > 1 && !(g->read_cta[i] == me && (AGENT(r) == AGENT(a->epoch) || knows(a, r))))
       find(m, FIND_RACE_WAR, g->read_pc[i], a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
     g->written[i] = a->epoch;
-    g->written_pc[i] = a->pc | (access == ACCESS_ATOMIC ? ATOMIC_WRITTEN : 0);
+    g->written_pc[i] = a->pc | (a->async ? ASYNC_WRITTEN : 0) | (access == ACCESS_ATOMIC ? ATOMIC_WRITTEN : 0);
     g->written_cta[i] = me;
     g->read[i] = 0;
   }

@@ -185,6 +185,19 @@ FAULTS = [
         "missing proxy fence", "cp.async.bulk.shared", by="fence.proxy.async;", before="st.shared.b32",
     ),
     Fault(
+        "a-bulk-reduction-into-what-no-proxy-fence-covers",
+        "st.shared.b32 [%r22], %thread;\nfence.proxy.async;\nst.global.b32 [%d3], %thread;\nREPAIR\nbar.warp.sync -1;\n@!%p1 bra DONE;\n"
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%d1], [%r20], 128;\n"
+        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\nDONE:",
+        "missing proxy fence", "cp.reduce.async.bulk", by="fence.proxy.async;",
+        before="st.global.b32",
+    ),
+    Fault(
+        "a-bulk-load-of-what-no-proxy-fence-covers",
+        "st.global.b32 [%d3], %thread;\nREPAIR\n" + _MBARRIER.format(1) + _LOAD.replace("[%d0]", "[%d1]") + _WAIT,
+        "missing proxy fence", "cp.async.bulk.shared", by="fence.proxy.async.global;", before="st.global.b32",
+    ),
+    Fault(
         "cp-async-without-its-wait",
         "cp.async.ca.shared.global [%r22], [%d2], 4;\ncp.async.commit_group;\nREPAIR\n"
         "ld.shared.b32 %r2, [%r22];\nst.global.b32 [%d3], %r2;",
