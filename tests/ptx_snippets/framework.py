@@ -112,6 +112,7 @@ def kernel(
     maps: Iterable[str] = (),
     scalars: Mapping[str, tuple[str, int | bytes]] = MappingProxyType({}),
     directives: str = "",
+    variables: str = "",
 ) -> str:
     """The PTX text of a kernel. Parameters are pointers, but for those that ``maps`` and ``scalars`` name."""
     types = dict.fromkeys(maps, ".align 64 .b8 {}[128]")
@@ -120,7 +121,7 @@ def kernel(
     declared = ",\n".join("    .param " + types.get(name, ".u64 {}").format(name) for name in parameters)
     lines = "\n".join("    " + line.strip() for line in body.strip().splitlines())
     return (
-        f".version {_VERSIONS[target]}\n.target {target}\n.address_size 64\n\n"
+        f".version {_VERSIONS[target]}\n.target {target}\n.address_size 64\n{variables}\n"
         f".visible .entry snippet(\n{declared}\n)\n.reqntid {threads}, 1, 1 {directives}\n{{\n{lines}\n    ret;\n}}\n"
     )
 
@@ -258,6 +259,8 @@ def program(
     grid: tuple[int, int, int] = (1, 1, 1),
     reads_outputs: bool = False,
     directives: str = "",
+    variables: str = "",
+    shared_bytes: int = 0,
 ) -> Snippet:
     """A snippet with a body of its own.
 
@@ -269,12 +272,14 @@ def program(
     body = re.sub(r"STORE (\d+),", lambda match: f"st.global.b32 [%out + {int(match.group(1)) * threads * 4}],", body)
     arguments = [*inputs, *outputs, *maps, *scalars]
     text = kernel(
-        arguments, _SCRATCH + body, threads=threads, target=target, maps=maps, scalars=scalars, directives=directives
-    )
+        arguments, _SCRATCH + body, threads=threads, target=target, maps=maps, scalars=scalars, directives=directives,
+        variables=variables,
+    )  # fmt: skip
     return add(
         Snippet(
             name=name, text=text, arguments=tuple(arguments), inputs=inputs, outputs=outputs, expected=expected,
             holds=frozenset(holds), threads=threads, grid=grid, maps=maps, scalars=scalars, reads_outputs=reads_outputs,
+            shared_bytes=shared_bytes,
         )
     )  # fmt: skip
 

@@ -203,6 +203,50 @@ program(
     rows=3,
 )
 
+program(  # variables of the kernel and memory that the launch adds lie apart
+    "static-and-dynamic-shared-memory",
+    """
+    .shared .align 16 .b8 first[128];
+    .shared .align 4 .b32 counter;
+    mov.u32 %r1, first;
+    mov.u32 %r2, counter;
+    mov.u32 %r3, dynamic;
+    mad.lo.u32 %r4, %thread, 4, %r1;
+    mad.lo.u32 %r5, %thread, 16, %r3;
+    setp.eq.u32 %p0, %thread, 0;
+    st.shared.u32 [%r4], %thread;
+    @%p0 st.shared.u32 [counter], 99;
+    mul.lo.u32 %r6, %thread, 7;
+    st.shared.u32 [%r5 + 12], %r6;
+    @%p0 st.shared.u32 [dynamic + 512], 1000;
+    bar.warp.sync -1;
+    xor.b32 %r7, %thread, 31;
+    mad.lo.u32 %r4, %r7, 4, %r1;
+    mad.lo.u32 %r5, %r7, 16, %r3;
+    ld.shared.u32 %r8, [%r4];
+    STORE 0, %r8;
+    ld.shared.u32 %r8, [%r5 + 12];
+    STORE 1, %r8;
+    ld.shared.u32 %r8, [%r2];
+    ld.shared.u32 %r9, [%r3 + 512];
+    add.u32 %r8, %r8, %r9;
+    STORE 2, %r8;
+    mov.u32 %r8, %dynamic_smem_size;
+    STORE 3, %r8;
+    and.b32 %r8, %r3, 127;
+    STORE 4, %r8;
+    """,
+    lambda buffers: {
+        "out": np.array(
+            [np.arange(31, -1, -1), 7 * np.arange(31, -1, -1), [1099] * 32, [528] * 32, [0] * 32], np.uint32
+        )
+    },
+    holds=("mov.u32", "st.shared.u32", "ld.shared.u32"),
+    rows=5,
+    variables=".extern .shared .align 128 .b8 dynamic[];\n",
+    shared_bytes=528,
+)
+
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 _SCALARS: dict[str, tuple[str, int | bytes]] = {

@@ -77,14 +77,16 @@ def test_the_assembler_takes_every_snippet(target: str, tmp_path: Path) -> None:
     found = [path for path in sys.path if (Path(path) / "nvidia/cu13/bin/ptxas").is_file()]
     if not found:
         pytest.skip("ptxas is not installed")
-    header, kernels = "", []
+    header: dict[str, None] = {}
+    kernels = []
     for name in SNIPPETS:
         snippet = ptx_snippets.REGISTRY[name]
         if snippet.target == target:
-            header, body = snippet.text.split(".visible", 1)
+            before, body = snippet.text.split(".visible", 1)
+            header.update(dict.fromkeys(before.splitlines(keepends=True)))
             kernels.append(".visible" + body.replace(".entry snippet(", f".entry {re.sub(r'[^a-z0-9]', '_', name)}("))
     source = tmp_path / "snippets.ptx"
-    source.write_text(header + "\n".join(kernels))
+    source.write_text("".join(header) + "\n".join(kernels))
     command = [Path(found[0]) / "nvidia/cu13/bin/ptxas", f"-arch={target}", "-o", tmp_path / "cubin", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
