@@ -40,7 +40,7 @@ st.global.v4.b32 [%d3 + {0}], {{%r0, %r1, %r2, %r3}};
 def _sized(size: int, cache: str, row: int, count: str = "") -> str:
     """Each lane copies ``size`` bytes, and takes 16 of what it finds in its own place."""
     return f"""
-        mov.u32 %r9, 0;
+        mov.u32 %r9, 0x5A5A5A5A;
         mad.lo.u32 %r21, %lane, 16, %r20;
         st.shared.v4.b32 [%r21], {{%r9, %r9, %r9, %r9}};
         mad.wide.u32 %d2, %lane, {size}, %d0;
@@ -53,7 +53,7 @@ def _sized(size: int, cache: str, row: int, count: str = "") -> str:
 
 
 def _own_place(size: int, content: Array) -> Array:
-    lanes = np.zeros((32, 16), np.uint8)
+    lanes = np.full((32, 16), 0x5A, np.uint8)
     lanes[:, :size] = content.reshape(32, size)
     return lanes.reshape(-1)
 

@@ -221,7 +221,7 @@ def _shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, int]:
 
 _SHUFFLES = [
     ("idx", 5, 31), ("idx", 40, 31), ("idx", 3, 0x181F), ("idx", 11, 0x1807), ("idx", 7, 5), ("idx", 2, 0x1C03),
-    ("up", 1, 0), ("up", 5, 0x1800), ("up", 31, 0), ("up", 33, 0), ("up", 3, 0x1C00),
+    ("up", 1, 0), ("up", 5, 0x1800), ("up", 31, 0), ("up", 33, 0), ("up", 3, 0x1C00), ("up", 3, 5), ("up", 2, 0x1803),
     ("down", 1, 31), ("down", 6, 0x181F), ("down", 2, 0x1C1F), ("down", 4, 20), ("down", 0, 31),
     ("bfly", 1, 31), ("bfly", 16, 31), ("bfly", 31, 31), ("bfly", 9, 0x101F), ("bfly", 3, 17),
 ]  # fmt: skip
