@@ -131,6 +131,13 @@ FAULTS = [
         also=RACES,
     ),
     Fault(
+        "a-word-that-more-warps-have-read-than-are-waited-for",
+        "@%p1 st.shared.b32 [%r20], 5;\nbar.sync 0;\nld.shared.b32 %r2, [%r20];\nst.global.b32 [%d3], %r2;\nREPAIR\n"
+        "@%p1 st.shared.b32 [%r20], 6;",
+        "race: write after read", "st.shared.b32 [%r20], 6", by="bar.sync 0;",
+        instead="setp.lt.u32 %p4, %warp, 2;\n@%p4 bar.sync 1, 64;", before="ld.shared.b32", threads=96, also=RACES,
+    ),
+    Fault(
         "write-after-write-between-warps",
         "@%p2 st.shared.b32 [%r22], %thread;\nREPAIR\nsub.u32 %r1, %r22, 128;\n@!%p2 st.shared.b32 [%r1], %thread;",
         "race: write after write", "st.shared.b32", by="bar.sync 0;", before="st.shared.b32", threads=64,
