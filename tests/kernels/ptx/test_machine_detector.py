@@ -98,6 +98,7 @@ mov.u32 %r3, %r0;
 mov.u32 %r4, %r0;
 mad.lo.u32 %r23, %thread, 16, %r20;
 st.shared.v4.b32 [%r23], {%r0, %r0, %r0, %r0};
+st.shared.v4.b32 [%r23 + 2048], {%r0, %r0, %r0, %r0};
 shr.u32 %r6, %r20, 4;
 cvt.u64.u32 %d5, %r6;
 or.b64 %d5, %d5, 0x0000001000080000;
@@ -238,6 +239,17 @@ FAULTS = [
         before="st.shared.b32 [%r20], 7", also=RACES,
     ),
     Fault(
+        "a-room-filled-again-after-a-wait-for-too-few-groups",
+        "st.shared.b32 [%r22], %thread;\nst.shared.b32 [%r22 + 128], %thread;\nfence.proxy.async;\nbar.warp.sync -1;\n"
+        "@!%p1 bra DONE;\n"
+        "cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r20], 128;\ncp.async.bulk.commit_group;\n"
+        "cp.async.bulk.global.shared::cta.bulk_group [%d1 + 128], [%r20 + 128], 128;\ncp.async.bulk.commit_group;\n"
+        "REPAIR\nst.shared.b32 [%r20 + 128], 7;\ncp.async.bulk.wait_group 0;\nDONE:",
+        "race: write after read", "st.shared.b32 [%r20 + 128], 7", by="cp.async.bulk.wait_group.read 0;",
+        instead="cp.async.bulk.wait_group.read 1;", before="cp.async.bulk.global",
+        also=RACES | {"missing proxy fence"},
+    ),
+    Fault(
         "a-bulk-store-in-flight-at-the-end",
         "st.shared.b32 [%r22], %thread;\nfence.proxy.async;\nbar.warp.sync -1;\n@!%p1 bra DONE;\n"
         "cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r20], 128;\ncp.async.bulk.commit_group;\nREPAIR\nDONE:",
@@ -275,6 +287,15 @@ FAULTS = [
         + "REPAIR\nst.shared.b32 [%r22], %thread;\nwgmma.wait_group.sync.aligned 0;\nst.global.b32 [%d3], %r1;",
         "race: write after read", "st.shared.b32 [%r22]", by=_WAITED + "bar.sync 0;", before="wgmma.mma_async",
         threads=128, also=RACES | {"missing proxy fence"},
+    ),
+    Fault(
+        "operands-overwritten-after-a-wait-for-too-few-groups",
+        _WGMMA_ROOM + _FENCED + "wgmma.fence.sync.aligned;\n" + _WGMMA + _COMMITTED + "add.s64 %d6, %d5, 128;\n"
+        + _WGMMA.replace("%d5, %d5", "%d6, %d6") + _COMMITTED
+        + "REPAIR\nbar.sync 0;\nst.shared.b32 [%r22 + 2048], %thread;\nwgmma.wait_group.sync.aligned 0;\n"
+        "st.global.b32 [%d3], %r1;",
+        "race: write after read", "st.shared.b32 [%r22 + 2048]", by=_WAITED, instead=_WAITED.replace("0;", "1;"),
+        before="wgmma.mma_async", threads=128, also=RACES | {"missing proxy fence"},
     ),
     Fault(
         "a-wgmma-descriptor-with-a-base-offset",
