@@ -11,7 +11,17 @@ from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import PlanNotFoundError, UnsupportedError, shown
 
-__all__ = ["Matrix", "NotAvailable", "Verdict", "integer", "matrix", "plan_by_prefix", "verdicts"]
+__all__ = [
+    "Matrix",
+    "NotAvailable",
+    "Verdict",
+    "chosen_plans",
+    "integer",
+    "matrix",
+    "plan_by_prefix",
+    "verdicts",
+    "words",
+]
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ def matrix(
     """
     topks = _topks(topk)
     backends, arches = _backends(backend), _arches(arch)
-    dtypes = _words("--d-weights", d_weights) if d_weights is not None else None
+    dtypes = words("--d-weights", d_weights) if d_weights is not None else None
     configs: dict[tuple[Any, ...], dict[str, Any]] = {}
     missing: list[NotAvailable] = []
     refusals: list[tuple[envelope.Support, UnsupportedError]] = []
@@ -152,6 +162,31 @@ def plan_by_prefix(search: SearchPath, prefix: str, build: str | None = None) ->
     return found
 
 
+def chosen_plans(
+    search: SearchPath, prefixes: Sequence[str], topk: str | None, backend: str | None, arch: str | None
+) -> list[PlanFile]:
+    """The plans whose ids begin so, or all of the layers, that the filters leave; each once, ordered by config.
+
+    Raises:
+        PlanNotFoundError: a prefix fits none or several, or nothing is left.
+        UnsupportedError: a filter names what there is not.
+    """
+    wanted = {"topk": _topks(topk) if topk is not None else (), "backend": _backends(backend), "arch": _arches(arch)}
+    if prefixes:
+        found = [plan_by_prefix(search, prefix)[0] for prefix in prefixes]
+    else:
+        ids = dict.fromkeys(entry.plan_id for layer in search.layers for entry in layer.entries())
+        found = [hit[0] for hit in map(search.find, ids) if hit is not None]
+    kept = {p.plan_id: p for p in found if all(not v or p.config.get(name) in v for name, v in wanted.items())}
+    if not kept:
+        what = " ".join(f"--{name} {','.join(map(str, values))}" for name, values in wanted.items() if values)
+        raise PlanNotFoundError(
+            f"plans{' of ' + what if what else ''}", f"there are none in {search.describe()}", "see dsa-plan list"
+        )
+    order = ("backend", "arch", "topk", "d_weights")
+    return sorted(kept.values(), key=lambda plan: tuple(plan.config[name] for name in order))
+
+
 def integer(option: str, text: str, example: int, least: int = -(10**9)) -> int:
     """The whole number that an option has.
 
@@ -182,7 +217,7 @@ def _no_such_pair(backends: Sequence[str], arches: Sequence[str]) -> Unsupported
 
 def _backends(text: str | None) -> tuple[str, ...]:
     """The backends that the user named; none for no option."""
-    names = _words("--backend", text) if text is not None else ()
+    names = words("--backend", text) if text is not None else ()
     for name in names:
         envelope.rows_for(name)
     return names
@@ -190,25 +225,30 @@ def _backends(text: str | None) -> tuple[str, ...]:
 
 def _arches(text: str | None) -> tuple[str, ...]:
     """The arches that the user named; none for no option."""
-    names = _words("--arch", text) if text is not None else ()
+    names = words("--arch", text) if text is not None else ()
     for name in names:
         if name not in envelope.ARCHES:
             raise envelope.refusal("arch", name, "it is not an arch", tuple(envelope.ARCHES))
     return names
 
 
-def _words(option: str, text: str) -> tuple[str, ...]:
-    words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    if not all(words):
+def words(option: str, text: str) -> tuple[str, ...]:
+    """The entries of a list option, each once.
+
+    Raises:
+        UnsupportedError: one is empty.
+    """
+    entries = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if not all(entries):
         raise UnsupportedError(
             f"{option} {shown(text)}",
             "it has to be a list separated by commas, without empty entries",
             "remove the extra comma, or the option",
         )
-    return words
+    return entries
 
 
 def _topks(text: str) -> tuple[int, ...]:
     if text == "all":
         return tuple(sorted({value for row in envelope.ENVELOPE for value in row.topk}))
-    return tuple(integer("--topk", word, 1024) for word in _words("--topk", text))
+    return tuple(integer("--topk", word, 1024) for word in words("--topk", text))

@@ -65,5 +65,9 @@ class CompilerMissingError(CompileError):
     """The compiler (nvidia-cutlass-dsl) is not installed."""
 
 
+class VerifierMissingError(DsaPlannerError, RuntimeError):
+    """What proves plans without a GPU (numpy, ziglang) is not installed, or does not work here."""
+
+
 class DriverError(DsaPlannerError, RuntimeError):
     """The CUDA driver is missing, too old, or refused a call."""

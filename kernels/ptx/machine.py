@@ -17,7 +17,7 @@ import numpy
 from dsa_planner.kernels.ptx import build
 from dsa_planner.kernels.ptx.program import FIELDS, Program
 
-__all__ = ["Buffer", "Finding", "Machine", "Result", "Schedule", "TensorMap", "pack_parameters"]
+__all__ = ["Buffer", "Finding", "Machine", "Profile", "Result", "Schedule", "TensorMap", "pack_parameters", "profile"]
 
 _I32, _U32, _U64 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_uint64
 _MAX_FINDINGS = 256
@@ -303,9 +303,28 @@ def _describe_finding(found: _Finding, program: Program) -> Finding:
     return Finding(kind, before, line(found.pc_now), where, int(found.count))
 
 
-def profile(program: Program, result: Result) -> Mapping[str, Any]:
-    """Executions of each opcode, for each warp."""
+@dataclass
+class Profile:
+    """What one launch executed.
+
+    ``opcodes`` maps to counts by warp, summed over CTAs; ``bytes`` are by space and direction; ``macs`` are
+    multiply-adds of the tensor cores.
+    """
+
+    opcodes: Mapping[str, Any]
+    bytes: Mapping[str, int]
+    macs: int
+
+
+def profile(program: Program, result: Result) -> Profile:
+    """Executions of each opcode, and bytes moved."""
     totals: dict[str, Any] = {}
     for index, opcode in enumerate(program.opcodes):
         totals[opcode] = totals.get(opcode, 0) + result.counts[:, index]
-    return totals
+    moved = {
+        f"{space} {direction}": counts[space]
+        for direction, counts in (("read", result.bytes_read), ("written", result.bytes_written))
+        for space in ("global", "shared", "tensor")
+        if counts[space]
+    }
+    return Profile(totals, moved, result.macs)

@@ -201,7 +201,7 @@ static i32 tc5_descriptor(Machine *m, Cta *cta, Async *op, u64 d, i32 mn_major, 
 static u32 tc5_lane(u32 rows, u32 r) { return rows == 64 ? 32 * (r / 16) + r % 16 : r; }
 
 static void land_tc5_mma(Cta *cta, Async *op) {
-  static float a[128][16], b[16][MAX_COLUMNS], c[MAX_COLUMNS];
+  float a[128][16], b[16][MAX_COLUMNS], c[MAX_COLUMNS];
   Machine *m = cta->machine;
   const Insn *i = &m->code[op->pc];
   u32 idesc = op->idesc, rows = (idesc >> 24 & 31) << 4, columns = (idesc >> 17 & 63) << 3;

@@ -141,7 +141,7 @@ static Descriptor wgmma_descriptor(u64 d, i32 mn_major) {
 }
 
 static void land_wgmma(Cta *cta, Async *op) {
-  static float a[16][16], b[16][MAX_COLUMNS], c[16][MAX_COLUMNS];
+  float a[16][16], b[16][MAX_COLUMNS], c[16][MAX_COLUMNS];
   Machine *m = cta->machine;
   const Insn *i = &m->code[op->pc];
   Warp *w = &cta->warps[op->warp];
