@@ -45,6 +45,40 @@ def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("content", [b"", b"Signature: 8a47", b"something else", None])
+def test_a_tag_that_a_full_disk_cut_short_is_replaced(tmp_path: Path, content: bytes | None) -> None:
+    layer, tag = WritableLayer(tmp_path, BIG), tmp_path / "CACHEDIR.TAG"
+    layer.publish(small_plan())
+    whole = tag.read_bytes()
+    tag.unlink()
+    if content is None:
+        tag.symlink_to("/nowhere")
+    else:
+        tag.write_bytes(content)
+    layer.prepare()
+    assert tag.read_bytes() == whole
+    tag.write_bytes(whole[:43] + b"\n# of somebody else\n")
+    layer.prepare()
+    assert tag.read_bytes().endswith(b"# of somebody else\n"), "a good tag is left alone"
+
+
+def test_a_tag_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, tag = WritableLayer(tmp_path, BIG), tmp_path / "CACHEDIR.TAG"
+
+    def full(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writable, "_write_synced", full)
+    layer.prepare()
+    assert not tag.exists()
+    assert os.listdir(tmp_path / "tmp") == []
+    monkeypatch.undo()
+    tag.mkdir()  # what cannot be replaced costs no plan
+    layer.publish(small_plan())
+    assert present(layer) == {0}
+
+
 def test_eviction_takes_the_least_recently_used_and_no_more_than_needed(tmp_path: Path) -> None:
     size = len(small_plan().encode())
     layer = WritableLayer(tmp_path, 4 * size)
@@ -199,6 +233,7 @@ def test_a_new_plans_folder_that_an_evictor_removes_at_once_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, plan = WritableLayer(tmp_path, BIG), small_plan()
+    layer.prepare()
     replace, removals = os.replace, 3
 
     def evictor_first(source: Path, target: Path) -> None:
@@ -221,9 +256,11 @@ def test_the_rename_reaches_the_disk_before_publish_returns(tmp_path: Path, monk
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", record)
     plan = small_plan()
-    published = WritableLayer(tmp_path, BIG).publish(plan)
+    layer = WritableLayer(tmp_path, BIG)
+    layer.prepare()
+    monkeypatch.setattr(os, "fsync", record)
+    published = layer.publish(plan)
     file, *folders = synced
     assert file.startswith(str(tmp_path / "tmp"))
     assert folders == [str(published.entry.path.parent), str(published.entry.path.parent.parent)]

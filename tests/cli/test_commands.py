@@ -337,6 +337,22 @@ def test_show_extracts_sections(filled: Command, compiled: PlanFile) -> None:
     assert sorted(path.name for path in filled.home.iterdir()) == ["layer", "plan.cubin"]
 
 
+def test_extracting_to_a_full_disk_leaves_what_was_there(filled: Command, compiled: PlanFile) -> None:
+    full = filled.home / "full"
+    full.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(full)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        (full / "old.ptx").write_text("old")
+        for name in ("old.ptx", "new.ptx"):
+            line = filled.refused("show", compiled.plan_id, "--extract", "ptx", "-o", f"full/{name}", code=5)
+            assert line == f"cannot write full/{name}: No space left on device; choose another --output"
+        assert {path.name: path.read_text() for path in full.iterdir()} == {"old.ptx": "old"}
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+
+
 def test_extracting_follows_a_link_and_never_replaces_a_pipe(filled: Command, compiled: PlanFile) -> None:
     (filled.home / "real").mkdir()
     (filled.home / "link").symlink_to("real/plan.ptx")
