@@ -23,7 +23,7 @@ from pathlib import Path
 
 from dsa_planner.cache.layer import PLANS, Entry, Layer, read_bounded
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.errors import CacheError, PlanFileError
+from dsa_planner.errors import CacheError, PlanFileError, remedy_of
 
 __all__ = ["Published", "RecordingLayer", "WritableLayer"]
 
@@ -106,7 +106,7 @@ class WritableLayer(RecordingLayer):
         if sum(entry.bytes for entry in self.entries()) <= limit_bytes:
             return []
         removed: list[Entry] = []
-        with self._errors("evict from", self.root), contextlib.nullcontext() if dry_run else self._lock():
+        with self._errors("lock", self.root / "lock"), contextlib.nullcontext() if dry_run else self._lock():
             entries = sorted(self.entries(), key=lambda entry: (entry.used_ns, str(entry.path)))
             excess = sum(entry.bytes for entry in entries) - limit_bytes
             for entry in entries:
@@ -226,11 +226,17 @@ class WritableLayer(RecordingLayer):
         """Turn an OSError into a CacheError that names the place, the cause and the way out."""
         try:
             yield
+        except FileExistsError as error:  # something else lies where a folder is to be made
+            raise CacheError(
+                f"cannot {action} {path}",
+                f"{error.filename} is not a folder",
+                "remove it, or set DSA_PLAN_CACHE_DIR to another folder",
+            ) from error
         except OSError as error:
             remedy = {
                 errno.ENOSPC: "free some space or set DSA_PLAN_CACHE_DIR to another folder",
                 errno.EDQUOT: "free some of the quota or set DSA_PLAN_CACHE_DIR to another folder",
-            }.get(error.errno or 0, "set DSA_PLAN_CACHE_DIR to a folder that can be written")
+            }.get(error.errno or 0, remedy_of(error, "set DSA_PLAN_CACHE_DIR to a folder that can be written"))
             raise CacheError(f"cannot {action} {path}", f"{error.strerror or error}", remedy) from error
 
 

@@ -252,7 +252,8 @@ def _run() -> int:
         if isinstance(error, BrokenPipeError):  # the reader has all that it wants; click sees it so too
             return 1
         place = "standard output" if error.filename is None else str(error.filename)
-        _complain(f"cannot use {place}: {error.strerror or error}; mend that, or name another place")
+        remedy = errors.remedy_of(error, "mend that, or name another place")
+        _complain(f"cannot use {place}: {error.strerror or error}; {remedy}")
         return 1
 
 

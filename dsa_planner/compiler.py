@@ -25,7 +25,7 @@ from typing import Any
 from dsa_planner import cubin as cubin_reader
 from dsa_planner import envelope, toolchain
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.errors import CompileError
+from dsa_planner.errors import CompileError, remedy_of
 from dsa_planner.identity import identity_of, kernel_of
 from dsa_planner.kernels import catalogue
 from dsa_planner.launch_record import PARAMETER_BYTES, LaunchRecord
@@ -75,9 +75,8 @@ def compile_plan(
             _run_worker(kernel_of(config), identity, folder, timeout, stop or threading.Event(), label)
             cubin, ptx = (folder / "plan.cubin").read_bytes(), (folder / "plan.ptx").read_bytes()
     except OSError as error:
-        raise CompileError(
-            label, f"the compiler cannot be run ({error})", "free memory or disk space, or set TMPDIR to another folder"
-        ) from None
+        remedy = remedy_of(error, "free memory or disk space, or set TMPDIR to another folder")
+        raise CompileError(label, f"the compiler cannot be run ({error})", remedy) from None
     kernels = _checked_kernels(config, identity["launch"], cubin, ptx, label)
     build = {"id": tools.build_id, "packages": tools.packages}
     plan = PlanFile.build(identity, build, kernels, {"cubin": cubin, "ptx": ptx})

@@ -288,6 +288,18 @@ def test_no_temporary_folder_is_one_line(
     assert "the compiler cannot be run ([Errno 28] No space left on device); free memory or disk" in refused(config)
 
 
+def test_too_many_open_files_is_a_matter_of_the_limit(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
+) -> None:
+    def too_many(*arguments: object, **keywords: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    toolchain.verify()
+    monkeypatch.setattr(subprocess, "Popen", too_many)
+    message = "the compiler cannot be run ([Errno 24] Too many open files); raise the limit of open files (ulimit -n)"
+    assert refused(config).endswith(message)
+
+
 def test_two_kernels_for_one_entry_of_the_record_or_another_block_size_are_refused(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, object], compiled: PlanFile
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_tag_that_a_full_disk_cut_short_is_replaced(tmp_path: Path, content: b
     whole = tag.read_bytes()
     tag.unlink()
     if content is None:
-        tag.symlink_to("/nowhere")
+        tag.symlink_to(tmp_path / "nowhere")
     else:
         tag.write_bytes(content)
     layer.prepare()
@@ -364,6 +365,66 @@ def test_a_layer_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match=r"Not a directory|File exists"):
         WritableLayer(tmp_path / "file", BIG).publish(small_plan())
+
+
+@pytest.mark.parametrize("name", ["tmp", "plans-v1"])
+@pytest.mark.parametrize(
+    "make", [Path.touch, lambda path: path.symlink_to(path.with_name("nowhere"))], ids=["file", "link"]
+)
+def test_a_file_in_the_place_of_a_folder_of_the_layer_is_named(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / name)
+    layer = WritableLayer(tmp_path, BIG)
+    for action in (layer.prepare, lambda: layer.publish(small_plan())):
+        with pytest.raises(CacheError) as error:
+            action()
+        assert str(error.value).endswith(
+            f": {tmp_path / name} is not a folder; remove it, or set DSA_PLAN_CACHE_DIR to another folder"
+        )
+
+
+def test_a_folder_in_the_place_of_the_lock_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "lock").mkdir()
+    layer = WritableLayer(tmp_path, len(small_plan().encode()))
+    for number in (1, 2):
+        layer.publish(small_plan(number))
+    assert f"cannot lock {tmp_path / 'lock'}: Is a directory; " in caplog.text
+    assert present(layer) == {1, 2}
+
+
+def test_a_file_in_the_place_of_a_plans_folder_is_set_aside(tmp_path: Path) -> None:
+    layer, plan = WritableLayer(tmp_path, BIG), small_plan()
+    folder = layer.path_of(plan.plan_id, plan.build_id).parent
+    for find in (lambda: layer.find(plan.plan_id), lambda: layer.read(plan.plan_id, plan.build_id)):
+        folder.parent.mkdir(exist_ok=True)
+        folder.touch()
+        assert find() is None
+        assert layer.damaged == {folder: "it is not a folder"}
+        assert not folder.exists()
+    layer.publish(plan)
+    assert layer.find(plan.plan_id) == plan
+    assert len(os.listdir(tmp_path / "quarantine")) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EMFILE, "raise the limit of open files (ulimit -n)"),
+        (errno.ENFILE, "raise the system's limit of open files (sysctl fs.file-max)"),
+        (errno.EFBIG, "raise the limit of a file's size (ulimit -f)"),
+    ],
+)
+def test_a_limit_that_is_met_is_what_the_remedy_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(writable, "_write_synced", fail)
+    with pytest.raises(CacheError) as error:
+        WritableLayer(tmp_path, BIG).publish(small_plan())
+    assert str(error.value).endswith(f": {os.strerror(number)}; {remedy}")
 
 
 def _publish_many(root: str, seed: int) -> None:

@@ -309,6 +309,22 @@ def test_list_shows_every_layer_and_what_is_wrong(filled: Command, compiled: Pla
     assert found[1]["config"]["topk"] == 128
 
 
+def test_a_file_in_the_place_of_a_plans_folder_is_exit_code_5_and_precompile_builds_the_plan(
+    filled: Command, compiled: PlanFile
+) -> None:
+    folder = next(filled.layer.rglob("*.dsaplan")).parent
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.touch()
+    out = filled("list", code=5)
+    assert out.stderr == f"dsa-plan: {folder}: it is not a folder; skipped\n"
+    assert folder.is_file()
+    out = filled("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert "1 built" in out.stdout
+    assert "1 plan " in filled("list").stdout
+
+
 def test_list_does_not_count_as_use(filled: Command) -> None:
     path = next(filled.layer.rglob("*.dsaplan"))
     os.utime(path, (1, 1))
