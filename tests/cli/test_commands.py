@@ -553,8 +553,23 @@ def test_the_planted_index_of_a_layer_does_no_harm(command: Command) -> None:
     (index / "cache.db").symlink_to(victim)
     out = command("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
     assert "1 built" in out.stdout
-    assert out.stderr == ""
+    assert out.stderr == (
+        f"dsa-plan: index {index}: 'cache.db' is not a file of the index, so it is not used; "
+        "remove that folder, and it is made anew\n"
+    )
     assert victim.read_text() == "precious"
+
+
+def test_an_index_that_a_full_disk_cut_short_is_made_anew_with_a_warning(command: Command) -> None:
+    index = command.layer / "index"
+    index.mkdir(parents=True)
+    (index / "cache.db").touch()
+    out = command("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert out.stderr == (
+        f"dsa-plan: index {index}: it has no table Cache; it is made anew, and the statistics in it are lost\n"
+    )
+    (plan,) = json.loads(command("list", "--json").stdout)
+    assert json.loads(command("show", plan["plan_id"], "--json").stdout)["seconds"] > 0
 
 
 def test_a_terminated_precompile_ends_its_compilations_at_once(command: Command) -> None:
