@@ -199,6 +199,8 @@ def test_precompile_refuses_in_one_line_and_does_nothing(command: Command, argum
         (["precompile", "--topk", "128", "128"], "Got unexpected extra argument"),
         (["compile"], "No such command 'compile'"),
         (["show"], "Missing argument '"),
+        (["show", ""], "plan '': it needs one digit of an id at least; give digits that dsa-plan list shows"),
+        (["show", "0", "--build", ""], "--build '': it needs one digit of an id at least; give digits that dsa-plan"),
         (["show", "0", "--extract", "cubin", "--json"], "--extract cubin --json: a section is not JSON"),
         (["show", "0", "-o", "x"], "--output x: only --extract writes a file"),
         (["explain", "--heads", "64"], "explain without --topk: a request needs a topk"),
@@ -392,9 +394,61 @@ def test_show_of_an_ambiguous_prefix(filled: Command) -> None:
 
     for number in range(40):
         WritableLayer(filled.layer, 1 << 30).publish(small_plan(number))
-    line = filled.refused("show", "", code=3)
-    assert "41 plans begin so" in line
+    digits = [row["plan_id"][0] for row in json.loads(filled("list", "--json").stdout)]
+    often = max(digits, key=digits.count)  # 41 ids begin with 16 digits
+    line = filled.refused("show", often, code=3)
+    assert f"{digits.count(often)} plans begin so" in line
     assert line.endswith("give more digits")
+
+
+def test_show_of_a_damaged_plan_is_one_line_and_exit_code_5(filled: Command, compiled: PlanFile) -> None:
+    path = next(filled.layer.rglob("*.dsaplan"))
+    whole = path.read_bytes()
+    remedy = "mend or delete it, and dsa-plan precompile builds the plan again"
+    other = compiled.plan_id[:-1] + ("0" if compiled.plan_id[-1] != "0" else "1")
+    misnamed = path.parent.with_name(other) / path.name
+    for how in ("damaged", "misnamed", "not a folder"):
+        if how == "damaged":
+            path.write_bytes(whole[:-1])
+            place, plan, reason = path, compiled.plan_id, "its digest does not match its content, so it is damaged"
+        elif how == "misnamed":
+            path.write_bytes(whole)
+            path.parent.rename(misnamed.parent)
+            place, plan = misnamed, other
+            reason = f"it holds plan {compiled.plan_id}, not plan {other} as its name says"
+        else:
+            misnamed.parent.rename(filled.home / "away")
+            misnamed.parent.touch()
+            place, plan, reason = misnamed.parent, other, "it is not a folder"
+        for arguments in (["show", plan], ["show", plan.upper(), "--extract", "ptx"]):
+            line = filled.refused(*arguments, code=5)
+            assert line == f"plan {arguments[1]!r}: {place} cannot be used ({reason}); {remedy}"
+    filled("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert compiled.plan_id in filled("show", compiled.plan_id).stdout
+
+
+def test_show_warns_of_what_is_damaged_elsewhere(filled: Command, compiled: PlanFile) -> None:
+    image = filled.home / "image"
+    WritableLayer(image, 1 << 30).publish(compiled)
+    path = next(image.rglob("*.dsaplan"))
+    path.write_bytes(b"")
+    out = filled("show", compiled.plan_id, DSA_PLAN_PATH=str(image))
+    assert compiled.plan_id in out.stdout
+    assert out.stderr == f"dsa-plan: {path}: it has 0 bytes, too few for a plan file; skipped\n"
+    line = filled.refused(
+        "show", compiled.plan_id, "--build", compiled.build_id[:4],
+        code=5, DSA_PLAN_PATH=str(image), DSA_PLAN_CACHE_DIR="none",
+    )  # fmt: skip
+    assert line.startswith(f"plan {compiled.plan_id!r} of build {compiled.build_id[:4]!r}: {path} cannot be used (it ")
+
+
+def test_show_of_nothing_in_a_missing_layer_is_one_warning_and_one_error(command: Command) -> None:
+    missing = command.home / "missing"
+    warning, error = command("show", "ffff", code=3, DSA_PLAN_PATH=str(missing)).stderr.splitlines()
+    assert warning == f"dsa-plan: {missing}: there is no such folder; skipped"
+    assert error.startswith("dsa-plan: plan 'ffff': no intact plan in ")
+    line = command.refused("show", "ffff", code=3, DSA_PLAN_CACHE_DIR="none")
+    assert line == "plan 'ffff': there is no layer to look in; set DSA_PLAN_PATH or DSA_PLAN_CACHE_DIR"
 
 
 def test_explain_prints_the_whole_envelope(command: Command) -> None:
