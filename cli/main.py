@@ -214,7 +214,10 @@ def explain(
         for name, text, example in (("topk", topk, 1024), ("heads", heads, 64), ("head_dim", head_dim, 128))
         if text is not None
     }
-    given |= {name: text for name, text in (("backend", backend), ("arch", arch), ("d_weights", d_weights)) if text}
+    for name, text in (("backend", backend), ("arch", arch), ("d_weights", d_weights)):
+        if text is not None:
+            request.words("--" + name.replace("_", "-"), text)  # refuses an empty one
+            given[name] = text
     if deterministic:
         given["deterministic"] = True
     if not given:

@@ -14,7 +14,9 @@ from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import PlanFileError, PlanNotFoundError, UnsupportedError, shown
 
-__all__ = ["Matrix", "NotAvailable", "Verdict", "integer", "matrix", "plan_by_prefix", "verdicts"]
+__all__ = ["Matrix", "NotAvailable", "Verdict", "integer", "matrix", "plan_by_prefix", "verdicts", "words"]
+
+_LONGEST_NUMBER = 9  # digits
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def matrix(
     """
     topks = _topks(topk)
     backends, arches = _backends(backend), _arches(arch)
-    dtypes = _words("--d-weights", d_weights) if d_weights is not None else None
+    dtypes = words("--d-weights", d_weights) if d_weights is not None else None
     configs: dict[tuple[Any, ...], dict[str, Any]] = {}
     missing: list[NotAvailable] = []
     refusals: list[tuple[envelope.Support, UnsupportedError]] = []
@@ -204,7 +206,7 @@ def _warnings_but_of(said: Container[Path]) -> Iterator[None]:
                 log.handle(record)
 
 
-def integer(option: str, text: str, example: int, least: int = -(10**9)) -> int:
+def integer(option: str, text: str, example: int, least: int = -(10**_LONGEST_NUMBER)) -> int:
     """The whole number that an option has.
 
     Args:
@@ -213,12 +215,15 @@ def integer(option: str, text: str, example: int, least: int = -(10**9)) -> int:
         least: the smallest that it may be.
 
     Raises:
-        UnsupportedError: it is none, or below ``least``.
+        UnsupportedError: it is none, below ``least``, or too long.
     """
     digits = text.removeprefix("-")
-    if digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(text) >= least:
+    whole = digits.isascii() and digits.isdigit()
+    if whole and len(digits) <= _LONGEST_NUMBER and int(text) >= least:
         return int(text)
     bound = f" of at least {least}" if least > 0 else ""
+    if whole and len(digits) > _LONGEST_NUMBER:
+        bound += f"{' and' if bound else ' of'} at most {_LONGEST_NUMBER} digits"
     raise UnsupportedError(
         f"{option} {shown(text)}", f"it has to be a whole number{bound}", f"give for example {option} {example}"
     )
@@ -234,7 +239,7 @@ def _no_such_pair(backends: Sequence[str], arches: Sequence[str]) -> Unsupported
 
 def _backends(text: str | None) -> tuple[str, ...]:
     """The backends that the user named; none for no option."""
-    names = _words("--backend", text) if text is not None else ()
+    names = words("--backend", text) if text is not None else ()
     for name in names:
         envelope.rows_for(name)
     return names
@@ -242,25 +247,35 @@ def _backends(text: str | None) -> tuple[str, ...]:
 
 def _arches(text: str | None) -> tuple[str, ...]:
     """The arches that the user named; none for no option."""
-    names = _words("--arch", text) if text is not None else ()
+    names = words("--arch", text) if text is not None else ()
     for name in names:
         if name not in envelope.ARCHES:
             raise envelope.refusal("arch", name, "it is not an arch", tuple(envelope.ARCHES))
     return names
 
 
-def _words(option: str, text: str) -> tuple[str, ...]:
-    words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    if not all(words):
+def words(option: str, text: str) -> tuple[str, ...]:
+    """The entries of a list that an option has, each once.
+
+    Raises:
+        UnsupportedError: one of them is empty.
+    """
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if not all(found):
         raise UnsupportedError(
             f"{option} {shown(text)}",
             "it has to be a list separated by commas, without empty entries",
             "remove the extra comma, or the option",
         )
-    return words
+    return found
 
 
 def _topks(text: str) -> tuple[int, ...]:
-    if text == "all":
+    found = words("--topk", text)
+    if found == ("all",):
         return tuple(sorted({value for row in envelope.ENVELOPE for value in row.topk}))
-    return tuple(integer("--topk", word, 1024) for word in _words("--topk", text))
+    if "all" in found:
+        raise UnsupportedError(
+            f"--topk {shown(text)}", "'all' means every topk, so it stands alone", "give --topk all, or numbers only"
+        )
+    return tuple(integer("--topk", word, 1024) for word in found)
