@@ -256,7 +256,10 @@ def explain(
         for name, text, example in (("topk", topk, 1024), ("heads", heads, 64), ("head_dim", head_dim, 128))
         if text is not None
     }
-    given |= {name: text for name, text in (("backend", backend), ("arch", arch), ("d_weights", d_weights)) if text}
+    for name, text in (("backend", backend), ("arch", arch), ("d_weights", d_weights)):
+        if text is not None:
+            request.words("--" + name.replace("_", "-"), text)  # refuses an empty one
+            given[name] = text
     if deterministic:
         given["deterministic"] = True
     if not given:
@@ -294,7 +297,8 @@ def _run() -> int:
         if isinstance(error, BrokenPipeError):  # the reader has all that it wants; click sees it so too
             return 1
         place = "standard output" if error.filename is None else str(error.filename)
-        _complain(f"cannot use {place}: {error.strerror or error}; mend that, or name another place")
+        remedy = errors.remedy_of(error, "mend that, or name another place")
+        _complain(f"cannot use {place}: {error.strerror or error}; {remedy}")
         return 1
 
 

@@ -20,7 +20,7 @@ from dsa_planner.cache.index import Index
 from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cli.request import NotAvailable, Verdict
-from dsa_planner.errors import CacheError, UnsupportedError
+from dsa_planner.errors import CacheError, UnsupportedError, remedy_of
 from dsa_planner.identity import plan_id_of
 from dsa_planner.planner import Outcome, Planner
 
@@ -239,7 +239,8 @@ def section(data: bytes, output: Path | None) -> None:
         temporary.write_bytes(data)
         temporary.replace(target)
     except OSError as error:
-        raise CacheError(f"cannot write {output}", str(error.strerror), "choose another --output") from None
+        remedy = remedy_of(error, "choose another --output")
+        raise CacheError(f"cannot write {output}", str(error.strerror), remedy) from None
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
