@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from dsa_planner.kernels.ptx.contract import contract
 from dsa_planner.kernels.ptx.parser import (
     Immediate,
     Instruction,
@@ -136,7 +137,8 @@ class _Decoder:
                         f"line {insn.source.line}: label {insn.target.name} is not known: {insn.source.text}"
                     )
                 insn.target = labels[insn.target.name]
-        return assemble(self.kernel, instructions, self.granules, self.shared_static)
+        leaders = {*labels.values(), *(n + 1 for n, insn in enumerate(instructions) if insn.op == "BRA")}
+        return assemble(self.kernel, contract(instructions, leaders), self.granules, self.shared_static)
 
 
 _Decode = Callable[[_Decoder, Instruction, list[str]], Any]

@@ -4,29 +4,45 @@
 
 /* --- arithmetic --------------------------------------------------------------------------------------------------- */
 
-/* d = c + sum of 16 products of bf16 (or fp16) numbers, as the tensor cores of sm_90 add: the 17 terms are aligned to the
-   largest exponent and cut (towards zero) ALIGN_BITS below its leading bit, added exactly, and the sum is cut to fp32.
-   `a` and `b` are fp32 numbers, so every product is exact. N columns at once: b[k][n]. */
-#define ALIGN_BITS 25
+/* d = c + sum of 16 products of bf16 (or fp16) numbers, bit for bit as the tensor cores of an H200 add (wgmma, measured):
+   the exponent of a product is the sum of its factors' exponents, not normalised; the 17 terms are aligned to the largest
+   exponent and cut, towards zero, ALIGN_BITS below it; they are added exactly, and the sum is cut to fp32.
 
+   A row of A at a time, eight columns of B at a time. Numbers are held as fp32, so that products are exact, beside their
+   exponents. */
+#define ALIGN_BITS 25
 #define MAX_COLUMNS 256
-static void dot16(float *restrict c, const float *restrict a, const float (*restrict b)[MAX_COLUMNS], i32 columns) {
+#define NO_EXPONENT -4096 /* of zero */
+
+typedef struct {
+  float value[16][MAX_COLUMNS];
+  i32 exponent[16][MAX_COLUMNS];
+} Columns;
+
+static inline i32 exponent_of(float f) {
+  u32 x = as_bits(f) & 0x7fffffff;
+  return !x ? NO_EXPONENT : x < 0x00800000 ? -126 : (i32)(x >> 23) - 127;
+}
+static void find_exponents(Columns *b, i32 columns) {
+  for (i32 k = 0; k < 16; k++)
+    for (i32 n = 0; n < columns; n++) b->exponent[k][n] = exponent_of(b->value[k][n]);
+}
+static inline float power_of_two(i32 e) { return as_float((u32)(e + 127) << 23); }
+
+static void dot16(float *restrict c, const float *restrict a, const Columns *restrict b, i32 columns) {
+  i32 ea[16];
+  for (i32 k = 0; k < 16; k++) ea[k] = exponent_of(a[k]);
   for (i32 n0 = 0; n0 < columns; n0 += 8) {
-    u32 largest[8], special = 0;
-    float products[16][8];
-    for (i32 n = 0; n < 8; n++) largest[n] = as_bits(c[n0 + n]) & 0x7f800000;
+    i32 largest[8], special = 0;
+    for (i32 n = 0; n < 8; n++) largest[n] = exponent_of(c[n0 + n]);
     for (i32 k = 0; k < 16; k++)
-      for (i32 n = 0; n < 8; n++) {
-        float p = a[k] * b[k][n0 + n];
-        products[k][n] = p;
-        u32 e = as_bits(p) & 0x7f800000;
-        largest[n] = MAX(largest[n], e);
-      }
-    for (i32 n = 0; n < 8; n++) special |= largest[n] == 0x7f800000 || largest[n] < (40u << 23) || largest[n] > (225u << 23);
-    if (special) { /* infinities, NaN and the ends of the range: in double */
+      for (i32 n = 0; n < 8; n++) largest[n] = MAX(largest[n], ea[k] + b->exponent[k][n0 + n]);
+    /* All zeros; infinities, NaN and the ends of the range, where scaled terms would not be exact. */
+    for (i32 n = 0; n < 8; n++) special |= largest[n] < -90 || largest[n] > 100;
+    if (special) {
       for (i32 n = 0; n < 8; n++) {
         double sum = c[n0 + n];
-        for (i32 k = 0; k < 16; k++) sum += (double)a[k] * (double)b[k][n0 + n];
+        for (i32 k = 0; k < 16; k++) sum += (double)a[k] * (double)b->value[k][n0 + n];
         float f = (float)sum;
         if (f != f) f = as_float(CANONICAL_NAN);
         else if (__builtin_fabs((double)f) > __builtin_fabs(sum)) f = as_float(as_bits(f) - 1);
@@ -36,14 +52,13 @@ static void dot16(float *restrict c, const float *restrict a, const float (*rest
     }
     float up[8], down[8];
     i32 sum[8];
-    for (i32 n = 0; n < 8; n++) { /* 2^(ALIGN_BITS - exponent) and its inverse */
-      i32 e = (i32)(largest[n] >> 23) - 127;
-      up[n] = as_float((u32)(ALIGN_BITS - e + 127) << 23);
-      down[n] = as_float((u32)(e - ALIGN_BITS + 127) << 23);
+    for (i32 n = 0; n < 8; n++) {
+      up[n] = power_of_two(ALIGN_BITS - largest[n]);
+      down[n] = power_of_two(largest[n] - ALIGN_BITS);
       sum[n] = (i32)(c[n0 + n] * up[n]);
     }
     for (i32 k = 0; k < 16; k++)
-      for (i32 n = 0; n < 8; n++) sum[n] += (i32)(products[k][n] * up[n]);
+      for (i32 n = 0; n < 8; n++) sum[n] += (i32)(a[k] * b->value[k][n0 + n] * up[n]);
     for (i32 n = 0; n < 8; n++) { /* to fp32, towards zero */
       u32 magnitude = sum[n] < 0 ? 0u - (u32)sum[n] : (u32)sum[n];
       u32 bits = magnitude ? 32 - __builtin_clz(magnitude) : 0;
@@ -141,7 +156,8 @@ static Descriptor wgmma_descriptor(u64 d, i32 mn_major) {
 }
 
 static void land_wgmma(Cta *cta, Async *op) {
-  float a[16][16], b[16][MAX_COLUMNS], c[16][MAX_COLUMNS];
+  float a[16][16], c[16][MAX_COLUMNS];
+  Columns b;
   Machine *m = cta->machine;
   const Insn *i = &m->code[op->pc];
   Warp *w = &cta->warps[op->warp];
@@ -157,17 +173,18 @@ static void land_wgmma(Cta *cta, Async *op) {
     if (!read_operand(cta, &actor, &da, 16 * (op->warp & 3), 16, is_f16, &a[0][0], 16, 1)) return;
   }
   Descriptor db = wgmma_descriptor(op->b_desc, (i->mod & WGMMA_B_MN) != 0);
-  if (!read_operand(cta, &actor, &db, 0, columns, is_f16, &b[0][0], 1, MAX_COLUMNS)) return;
+  if (!read_operand(cta, &actor, &db, 0, columns, is_f16, &b.value[0][0], 1, MAX_COLUMNS)) return;
   if (i->mod & WGMMA_NEGATE_A)
     for (i32 r = 0; r < 16; r++) for (i32 k = 0; k < 16; k++) a[r][k] = -a[r][k];
   if (i->mod & WGMMA_NEGATE_B)
-    for (i32 k = 0; k < 16; k++) for (i32 n = 0; n < columns; n++) b[k][n] = -b[k][n];
+    for (i32 k = 0; k < 16; k++) for (i32 n = 0; n < columns; n++) b.value[k][n] = -b.value[k][n];
   for (i32 n = 0; n < columns / 8; n++)
     for (i32 r = 0; r < 4; r++) {
       const u32 *from = slot(w, d[4 * n + r]);
       LANES c[l / 4 + 8 * (r >> 1)][8 * n + 2 * (l % 4) + (r & 1)] = op->scale_d ? as_float(from[l]) : 0.0f;
     }
-  for (i32 r = 0; r < 16; r++) dot16(c[r], a[r], b, columns);
+  find_exponents(&b, columns);
+  for (i32 r = 0; r < 16; r++) dot16(c[r], a[r], &b, columns);
   for (i32 n = 0; n < columns / 8; n++)
     for (i32 r = 0; r < 4; r++) {
       u32 *to = slot(w, d[4 * n + r]);
