@@ -167,7 +167,7 @@ DEFINE32(SHR_U16, b[l] > 15 ? 0 : (a[l] & 0xffff) >> b[l])
     u64 *d = slot64(w, i->d0);                                                                      \
     const u32 *a = slot(w, i->s0), *b = slot(w, i->s1);                                             \
     const u64 *c = slot64(w, i->s2);                                                                \
-    WRITE(u64, d, (type)a[l] * (type)b[l] + (type)c[l]);                                            \
+    WRITE(u64, d, (u64)((type)a[l] * (type)b[l]) + c[l]);                                           \
   }
 #define SIGNED_WIDE i64)(i32
 DEFINE_WIDE(U32, u64)
@@ -207,8 +207,8 @@ static inline u32 extreme(const Insn *i, u32 a, u32 b, i32 largest) {
 }
 DEFINE32(FMIN, extreme(i, a[l], b[l], 0))
 DEFINE32(FMAX, extreme(i, a[l], b[l], 1))
-#define LOW(x) as_float((u32)(x))
-#define HIGH(x) as_float((u32)((x) >> 32))
+#define LOW(x) as_float(in_(i, (u32)(x)))
+#define HIGH(x) as_float(in_(i, (u32)((x) >> 32)))
 #define PAIR(low, high) ((u64)out_(i, high) << 32 | out_(i, low))
 DEFINE64(FADD2, PAIR(LOW(a[l]) + LOW(b[l]), HIGH(a[l]) + HIGH(b[l])))
 DEFINE64(FSUB2, PAIR(LOW(a[l]) - LOW(b[l]), HIGH(a[l]) - HIGH(b[l])))
@@ -361,11 +361,11 @@ static inline double round_to_integer(const Insn *i, float f) {
   }
 }
 static inline u32 to_s32(const Insn *i, float f) {
-  double r = round_to_integer(i, f);
+  double r = round_to_integer(i, as_float(in_(i, as_bits(f))));
   return f != f ? 0 : r >= 2147483647.0 ? 0x7fffffffu : r <= -2147483648.0 ? 0x80000000u : (u32)(i32)r;
 }
 static inline u32 to_u32(const Insn *i, float f) {
-  double r = round_to_integer(i, f);
+  double r = round_to_integer(i, as_float(in_(i, as_bits(f))));
   return f != f || r <= 0.0 ? 0 : r >= 4294967295.0 ? FULL : (u32)r;
 }
 DEFINE_CVT(CVT_S32_F32, u32, u32, to_s32(i, as_float(a[l])))

@@ -1,0 +1,10 @@
+"""Small PTX kernels with known answers: what holds the machine, and a GPU, to the text of the PTX ISA.
+
+Each module registers snippets. Their answers are computed from the ISA's definitions with numpy and Python ints, and
+share no code with the machine.
+"""
+
+from ptx_snippets import comparison, floating, integer, sync, warp  # noqa: F401
+from ptx_snippets.framework import REGISTRY, Snippet, TensorMapSpec, differences
+
+__all__ = ["REGISTRY", "Snippet", "TensorMapSpec", "differences"]
