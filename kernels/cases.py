@@ -75,8 +75,8 @@ def make(case: Case, topk: int, heads: int, head_dim: int) -> Call:
     ids = g.integers(0, max(keys, 1), shape)
     kind = g.random(shape)
     ids = numpy.select(
-        [kind < 0.10, kind < 0.14, kind < 0.15, kind < 0.16],
-        [-1, keys + g.integers(0, 50, shape), -(2**31), 2**31 - 1],
+        [kind < 0.10, kind < 0.12, kind < 0.14, kind < 0.15, kind < 0.16],
+        [-1, keys, keys + g.integers(0, 50, shape), -(2**31), 2**31 - 1],
         ids,
     )
     predicted = _softmax(g.standard_normal(shape))

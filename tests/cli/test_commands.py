@@ -12,47 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import ROOT, Command
 
 import dsa_planner
 from dsa_planner import envelope
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.writable import WritableLayer
-
-ROOT = Path(dsa_planner.__file__).resolve().parents[1]
-
-
-class Command:
-    """Runs dsa-plan with a home of its own."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.layer = home / "layer"
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "PYTHONPATH": str(ROOT),
-            "DSA_PLAN_CACHE_DIR": str(self.layer),
-        }
-
-    def __call__(self, *arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        out = subprocess.run(
-            [sys.executable, "-m", "dsa_planner.cli.main", *arguments],
-            env={**self.environment, **environment},
-            cwd=self.home,
-            capture_output=True,
-            text=True,
-        )
-        assert out.returncode == code, (out.returncode, out.stdout, out.stderr)
-        assert "Traceback" not in out.stderr
-        return out
-
-    def refused(self, *arguments: str, code: int, **environment: str) -> str:
-        """The one line that a refused command prints."""
-        out = self(*arguments, code=code, **environment)
-        assert out.stdout == ""
-        (line,) = out.stderr.splitlines()
-        assert line.startswith("dsa-plan: ")
-        return line.removeprefix("dsa-plan: ")
 
 
 @pytest.fixture
