@@ -205,6 +205,9 @@ def verify(
     ] = "inorder,random:1,late:1",
     rows: Annotated[str, typer.Option("--rows", help="Queries of the largest case.")] = "8",
     seed: Annotated[str, typer.Option("--seed", help="Seed of the inputs.")] = "0",
+    ptx: Annotated[
+        Path | None, typer.Option("--ptx", help="Execute this PTX in place of that of the plan, which is one.")
+    ] = None,
     device: Annotated[bool, typer.Option("--device", help="Also run the cases on the GPU at hand.")] = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Also compile again and compare digests.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Count instructions and bytes, by warp.")] = False,
@@ -223,6 +226,8 @@ def verify(
     verifier.require_verifier()
     settings = Settings.from_environment()
     chosen = request.chosen_plans(search_path(settings), plans or [], topk, backend, arch)
+    if ptx is not None:
+        chosen = [verifier.with_ptx(request.only_plan(chosen, "--ptx"), request.content("--ptx", ptx))]
     wanted = [verifier.parse_schedule(word) for word in request.words("--schedules", schedules)]
     cases = verifier.default_cases(request.integer("--rows", rows, 8, 1), request.integer("--seed", seed, 0, 0))
     at_once = None if jobs is None else request.integer("--jobs", jobs, 4, 1)

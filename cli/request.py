@@ -19,8 +19,10 @@ __all__ = [
     "NotAvailable",
     "Verdict",
     "chosen_plans",
+    "content",
     "integer",
     "matrix",
+    "only_plan",
     "plan_by_prefix",
     "verdicts",
     "words",
@@ -219,6 +221,31 @@ def chosen_plans(
         )
     order = ("backend", "arch", "topk", "d_weights")
     return sorted(kept.values(), key=lambda plan: tuple(plan.config[name] for name in order))
+
+
+def only_plan(plans: Sequence[PlanFile], option: str) -> PlanFile:
+    """The one plan of a list.
+
+    Raises:
+        UnsupportedError: there are several.
+    """
+    if len(plans) != 1:
+        raise UnsupportedError(f"{option} with {len(plans)} plans", "it is about one plan", "name a plan")
+    return plans[0]
+
+
+def content(option: str, path: Path) -> bytes:
+    """What a file holds that an option names.
+
+    Raises:
+        UnsupportedError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnsupportedError(
+            f"{option} {path}", f"it cannot be read ({error.strerror})", "name a file that can"
+        ) from None
 
 
 @contextmanager

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from dsa_planner.kernels.ptx.machine import Buffer, Machine, Result, Schedule
     from dsa_planner.kernels.ptx.program import Program
 
-__all__ = ["Outcome", "default_cases", "parse_schedule", "run_in_machine", "run_on_device"]
+__all__ = ["Outcome", "default_cases", "parse_schedule", "run_in_machine", "run_on_device", "with_ptx"]
 
 OUTPUTS = ("d_index_q", "d_weights", "d_index_k")
 MULTIPROCESSORS = 2
 """SMs of the machine: enough for CTAs to run side by side, few enough for each to take several rows."""
+
+INSTRUCTIONS, INSTRUCTIONS_A_SLOT = 5_000_000, 1_000
+"""A run that executes more than this does not end: some twenty times what a kernel here takes."""
 
 STAGE_1_BOUND = 1e-6
 SLACK = {"default": 1e-4, "sm100_v2": 2e-4, "sm90_v2": 2e-4}
@@ -125,14 +128,17 @@ def run_in_machine(
     call = cases.make(case, config["topk"], config["heads"], config["head_dim"])
     machine = _machine(_folder(settings or Settings.from_environment()))
     launch = _Launch(plan, call)
+    slots = case.batch * (case.s_q * config["topk"] + case.s_k)
+    limit = INSTRUCTIONS + INSTRUCTIONS_A_SLOT * slots
     results: list[tuple[str, Program, Result]] = []
     start = time.perf_counter()
     for kernel, grid in launch.kernels():
         program = programs[kernel.name]
         parameters = launch.parameters(program, kernel.parameters)
         result = machine.launch(
-            program, grid, kernel.block, kernel.shared_bytes, parameters, launch.buffers, schedule, detect=detect
-        )
+            program, grid, kernel.block, kernel.shared_bytes, parameters, launch.buffers, schedule, detect=detect,
+            instruction_limit=limit,
+        )  # fmt: skip
         results.append((kernel.name, program, result))
         if result.findings:
             break
@@ -238,6 +244,13 @@ def empty_outputs(config: Mapping[str, Any], call: Call) -> dict[str, Any]:
 
 def _holds(when: Mapping[str, str], facts: Mapping[str, str]) -> bool:
     return all(facts[name] == value for name, value in when.items())
+
+
+def with_ptx(plan: PlanFile, ptx: bytes) -> PlanFile:
+    """A plan with other PTX, for those who work on a kernel. Its cubin, and so its id, stay as they are."""
+    manifest = plan.manifest
+    sections = {**plan.sections, "ptx": ptx}
+    return PlanFile.build(manifest["identity"], manifest["build"], manifest["kernels"], sections)
 
 
 def _programs(plan: PlanFile) -> dict[str, Program]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsa_planner import verify
 from dsa_planner.cache.planfile import PlanFile
 
 
@@ -9,6 +10,4 @@ def changed(plan: PlanFile, old: str, new: str, count: int = -1) -> PlanFile:
     """The plan with other PTX."""
     text = plan.sections["ptx"].decode()
     assert old in text
-    manifest = plan.manifest
-    sections = {**plan.sections, "ptx": text.replace(old, new, count).encode()}
-    return PlanFile.build(manifest["identity"], manifest["build"], manifest["kernels"], sections)
+    return verify.with_ptx(plan, text.replace(old, new, count).encode())

@@ -623,6 +623,9 @@ def _ld(d: _Decoder, i: Instruction, words: list[str]) -> Any:
             raise PtxError("a parameter is read by its name")
         offset = d.parameters[memory.base.name].offset + memory.offset
         size = _bits(words[-1]) // 8
+        end = max((parameter.offset + parameter.bytes for parameter in d.kernel.parameters), default=0)
+        if not 0 <= offset <= end - size * len(results):
+            raise PtxError("this lies outside the parameters")
         return Insn(
             "LD_PARAM",
             i,
@@ -716,6 +719,8 @@ def _cp(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     to, to_offset, to_wide = d.address(i.operands[0])
     source, offset, _ = d.address(i.operands[1])
     size = _literal(i.operands[2])
+    if size not in (4, 8, 16):
+        raise PtxError(f"a copy of {size} bytes is not known")
     counted = len(i.operands) > 3
     return Insn(
         "CP_ASYNC", i, s0=to, imm2=to_offset, s1=source, n=offset, imm=size,
@@ -831,6 +836,8 @@ def _wgmma(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     ):
         raise PtxError(f"opcode {i.opcode} is not known")
     columns = int(shape.group(1))
+    if columns % 8 or not 8 <= columns <= 256:
+        raise PtxError(f"N of {columns} is not known")
     accumulator, a, b, scale, *flags = i.operands
     if not isinstance(accumulator, Vector) or len(accumulator.elements) != columns // 2:
         raise PtxError(f"{columns // 2} accumulator registers are expected")

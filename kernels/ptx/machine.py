@@ -51,7 +51,7 @@ class _Machine(ctypes.Structure):
         ("instruction_limit", _U64), ("findings", _Finding * _MAX_FINDINGS), ("finding_count", _I32), ("fatal", _I32),
         ("executed", _U64), ("landed", _U64), ("bytes_read", _U64 * 4), ("bytes_written", _U64 * 4), ("macs", _U64),
         ("counts", _U64), ("progress", _U64), ("sequence", _U64), ("cta", _U64), ("starved_warp", _I32),
-        ("starve_left", _I32),
+        ("starve_left", _I32), ("stale", ctypes.c_uint8 * 4096),
     ]  # fmt: skip
 
 

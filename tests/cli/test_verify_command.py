@@ -94,5 +94,16 @@ def test_requests_that_cannot_be_met(filled: Command) -> None:
     assert "no NVIDIA driver" in filled.refused("verify", *QUICK, "--device", code=6)
 
 
+def test_other_ptx_can_be_tried(filled: Command, compiled: PlanFile) -> None:
+    text = compiled.sections["ptx"].decode()
+    (filled.home / "same.ptx").write_text(text)
+    assert "4 of 4 passed" in filled("verify", *QUICK, "--ptx", "same.ptx").stdout
+    (filled.home / "other.ptx").write_text(text.replace("fence.proxy.async.shared::cta;", ""))
+    assert "missing proxy fence: line" in filled("verify", *QUICK, "--ptx", "other.ptx", code=7).stdout
+    assert "it cannot be read" in filled.refused("verify", "--ptx", "none.ptx", code=2)
+    (filled.home / "no.ptx").write_text("this is not PTX")
+    assert "line 1: 'this is not PTX'" in filled.refused("verify", *QUICK, "--ptx", "no.ptx", code=2)
+
+
 def test_no_plans_at_all_is_exit_code_3(command: Command) -> None:
     assert command.refused("verify", code=3).startswith("plans: there are none in")

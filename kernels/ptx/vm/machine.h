@@ -167,4 +167,5 @@ typedef struct Machine {
   u64 progress, sequence;
   struct Cta *cta;
   i32 starved_warp, starve_left;
+  u8 stale[4096]; /* what the async proxy reads where a fence is missing */
 } Machine;

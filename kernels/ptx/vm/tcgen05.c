@@ -19,8 +19,10 @@ static u32 *tmem_cell(Machine *m, const Actor *a, u32 lane, u32 column, i32 writ
   }
   if (!c->tmem_allocated[column]) find(m, FIND_TMEM, -1, a->pc, c, a->warp, a->lane, 3, address);
   u64 at = tmem_at(lane, column);
-  if (m->detect)
-    (write ? shadow_write : shadow_read)(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address);
+  if (m->detect && write)
+    shadow_write(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address);
+  else if (m->detect)
+    shadow_read(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address);
   (write ? m->bytes_written : m->bytes_read)[3] += 4;
   return c->tmem + at;
 }
