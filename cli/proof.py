@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_LONGEST_LIST = 5  # findings of one run in the table's notes
+_LONGEST_LIST = 40  # findings of one run that are printed: enough for every warp of a deadlock
 _ERRORS = {"dq": "d_index_q", "dw": "d_weights", "dk": "d_index_k"}
 
 

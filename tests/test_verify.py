@@ -92,6 +92,23 @@ def test_a_wrong_plan_fails(compiled: PlanFile, settings: Settings, name: str) -
     assert any(word in problem for outcome in outcomes for problem in outcome.problems)
 
 
+def test_a_deadlock_says_where_every_warp_waits_and_on_what(compiled: PlanFile, settings: Settings) -> None:
+    plan = changed(compiled, "mbarrier.arrive.shared.b64 %rd57, [%r45+96], %r291;", "", 1)
+    outcome = run(plan, settings, case=cases.Case(1, 8, 100))
+    assert len(outcome.problems) == 24, "12 warps of 2 CTAs"
+    for warp in range(12):
+        (line,) = [p for p in outcome.problems if p.endswith(f"CTA 1, warp {warp}; 1x")]
+        assert line.startswith("deadlock: waits for the mbarrier at 0x")
+        assert "mbarrier.try_wait.parity.shared.b64" in line
+    assert any("(phase 0, 4 arrivals and 0 bytes to come)" in problem for problem in outcome.problems)
+
+
+def test_a_loop_without_end_is_ended(compiled: PlanFile, settings: Settings) -> None:
+    outcome = run(changed(compiled, "@P1 bra.uni DONE;", ""), settings)
+    assert outcome.problems[0].startswith("no end, or a limit of the machine")
+    assert outcome.seconds < 60
+
+
 def test_a_row_that_is_left_out_shows(compiled: PlanFile, settings: Settings) -> None:
     """Outputs are poisoned, so it does not matter what was in memory before."""
     plan = changed(compiled, "cp.async.bulk.global.shared::cta.bulk_group [%rd59], [%r335], 256;", "", 1)

@@ -36,7 +36,7 @@ class _Allocation(ctypes.Structure):
 class _Finding(ctypes.Structure):
     _fields_ = [
         ("kind", _I32), ("pc_before", _I32), ("pc_now", _I32), ("cta", _I32), ("warp", _I32), ("lane", _I32),
-        ("space", _I32), ("pad", _I32), ("address", _U64), ("count", _U64),
+        ("space", _I32), ("pad", _I32), ("address", _U64), ("count", _U64), ("state", ctypes.c_int64 * 3),
     ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ _KINDS = (
     "race: read after write", "race: write after read", "race: write after write", "missing proxy fence",
     "read of memory never written", "access out of bounds", "misaligned access", "write to read-only memory",
     "mbarrier contract", "wgmma contract", "convergence", "barrier contract", "tensor memory contract", "deadlock",
-    "limit of the machine", "still in flight at the end", "descriptor", "tensor map", "registers",
+    "no end, or a limit of the machine", "still in flight at the end", "descriptor", "tensor map", "registers",
 )  # fmt: skip
 _SPACES = ("global", "shared", "generic", "tensor")
 _WAITS = ("", "an mbarrier", "a barrier", "a copy or mma group", "tcgen05", "tensor memory", "")
@@ -294,13 +294,26 @@ def _describe_finding(found: _Finding, program: Program) -> Finding:
 
     kind = _KINDS[found.kind]
     before = line(found.pc_before)
-    if kind == "deadlock":
-        before = f"waiting for {_WAITS[found.pc_before]}"
     where = f"CTA {found.cta}, warp {found.warp}"
     if found.lane >= 0:
         where += f", lane {found.lane}"
-    where += f", {_SPACES[found.space]} address {found.address:#x}"
+    if kind == "deadlock":
+        before = _wait(found)
+    else:
+        where += f", {_SPACES[found.space]} address {found.address:#x}"
     return Finding(kind, before, line(found.pc_now), where, int(found.count))
+
+
+def _wait(found: Any) -> str:
+    """What a warp waits for, and its state."""
+    what = _WAITS[found.pc_before]
+    if what == "an mbarrier":
+        phase, pending, transfer = found.state
+        to_come = f"{pending} arrivals and {transfer} bytes to come"
+        return f"waits for the mbarrier at {found.address:#x} (phase {phase}, {to_come})"
+    if what == "a barrier":
+        return f"waits for barrier {found.address} ({found.state[0]} of {found.state[1]} threads arrived)"
+    return f"waits for {what}"
 
 
 @dataclass

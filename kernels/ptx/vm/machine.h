@@ -138,6 +138,7 @@ typedef struct Cta {
 typedef struct {
   i32 kind, pc_before, pc_now, cta, warp, lane, space, pad;
   u64 address, count;
+  i64 state[3]; /* of what a warp waits for: phase, pending, bytes; or threads arrived, expected */
 } Finding;
 
 enum { FIND_RACE_RAW, FIND_RACE_WAR, FIND_RACE_WAW, FIND_FENCE, FIND_UNWRITTEN, FIND_BOUNDS, FIND_ALIGN, FIND_READONLY,

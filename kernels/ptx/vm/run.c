@@ -462,13 +462,23 @@ static i32 land_one(Machine *m, Cta *ctas, i32 resident) {
 }
 
 static void report_deadlock(Machine *m, Cta *ctas, i32 resident) {
+  m->fatal = 1;
   for (i32 n = 0; n < resident; n++)
     for (i32 k = 0; !ctas[n].done && k < m->threads / 32; k++) {
       Warp *w = &ctas[n].warps[k];
-      if (w->wait && w->wait != WAIT_DONE)
-        find(m, FIND_DEADLOCK, w->wait, w->wait_pc, &ctas[n], k, -1, SPACE_SHARED, w->wait_id);
+      i32 before = m->finding_count;
+      if (!w->wait || w->wait == WAIT_DONE) continue;
+      find(m, FIND_DEADLOCK, w->wait, w->wait_pc, &ctas[n], k, -1, SPACE_SHARED, w->wait_id);
+      if (m->finding_count == before) return; /* the list is full */
+      Finding *f = &m->findings[before];
+      if (w->wait == WAIT_MBARRIER) {
+        const Mbarrier *b = &ctas[n].mbarriers[w->wait_id >> 3];
+        f->state[0] = b->phase, f->state[1] = b->pending, f->state[2] = b->tx;
+      } else if (w->wait == WAIT_BARRIER) {
+        const Barrier *b = &ctas[n].barriers[w->wait_id];
+        f->state[0] = b->arrived, f->state[1] = b->expected;
+      }
     }
-  m->fatal = 1;
 }
 
 /* Run all CTAs, `resident` of them at a time. Returns the number of findings. */
