@@ -630,7 +630,7 @@ def _ld(d: _Decoder, i: Instruction, words: list[str]) -> Any:
             "LD_PARAM",
             i,
             imm=offset,
-            mod=size.bit_length() - 1,
+            mod=size.bit_length() - 1 | int(words[-1].startswith("s")) << 5 | int(d.is_wide(results[0])) << 7,
             list=results,
             n=len(results),
             list_is_written=len(results),
@@ -747,9 +747,11 @@ def _bulk(d: _Decoder, i: Instruction, words: list[str]) -> Any:
         return Insn("NOP", i)
     reduction = 0
     if i.opcode.startswith("cp.reduce"):
-        kind = words[-1] if (words[-2:-1] or [""])[0] in ("add",) else ""
+        kind = words[-1] if re.fullmatch(r"[bfsu]\d+|bf16", words[-1]) else ""
         operation = next((w for w in words if w in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), "")
-        reduction = _REDUCTIONS.get((operation, kind), 1 if operation == "add" and "tensor" in words else 0)
+        reduction = _REDUCTIONS.get(
+            (operation, kind), 1 if operation == "add" and "tensor" in words and not kind else 0
+        )
         if not reduction:
             raise PtxError(f"opcode {i.opcode} is not known")
         words = [w for w in words if w not in (operation, kind, "noftz")]

@@ -172,13 +172,18 @@ static TensorMap *map_at(Machine *m, Cta *cta, Async *op) {
 enum { TMA_TILE, TMA_GATHER4 };
 enum { REDUCE_NONE, REDUCE_ADD_F32, REDUCE_ADD_BF16, REDUCE_ADD_U32 };
 
+/* One fp32 atomic add: in global memory it flushes subnormals, in shared memory it does not. */
+static u32 atomic_add(u32 x, u32 y, i32 flushes) {
+  u32 r = flushes ? flush(as_bits(as_float(flush(x)) + as_float(flush(y)))) : as_bits(as_float(x) + as_float(y));
+  return (r & 0x7fffffff) > 0x7f800000 ? CANONICAL_NAN : r;
+}
+
 static void reduce_add(u8 *to, const u8 *from, u32 bytes, i32 kind) {
   for (u32 b = 0; b < bytes; b += kind == REDUCE_ADD_BF16 ? 2 : 4) {
     if (kind == REDUCE_ADD_F32) {
       u32 x, y;
       memcpy(&x, to + b, 4), memcpy(&y, from + b, 4);
-      u32 r = flush(as_bits(as_float(flush(x)) + as_float(flush(y)))); /* global fp32 adds flush subnormals */
-      if ((r & 0x7fffffff) > 0x7f800000) r = CANONICAL_NAN;
+      u32 r = atomic_add(x, y, 1);
       memcpy(to + b, &r, 4);
     } else if (kind == REDUCE_ADD_U32) {
       u32 x, y;

@@ -37,15 +37,17 @@ static void op_ST(Warp *w, const Insn *i, u32 mask) {
     }
   }
 }
-/* Parameters are the same for all lanes. imm the offset, mod log2 of the bytes, list the n registers. */
+/* Parameters are the same for all lanes. imm the offset, mod log2 of the bytes, sign extension << 5 and whole b64 registers
+   << 7, list the n registers. */
 static void op_LD_PARAM(Warp *w, const Insn *i, u32 mask) {
   Machine *m = w->cta->machine;
   i32 bytes = 1 << (i->mod & 7);
   for (i32 n = 0; n < i->n; n++) {
     u64 value = 0;
     memcpy(&value, m->params + i->imm + n * bytes, bytes);
+    if (i->mod >> 5 & 1) value = (u64)((i64)(value << (64 - 8 * bytes)) >> (64 - 8 * bytes));
     i32 to = m->lists[i->list + n];
-    if (bytes == 8) { u64 *d = slot64(w, to); WRITE(u64, d, value); }
+    if (i->mod >> 7 & 1) { u64 *d = slot64(w, to); WRITE(u64, d, value); }
     else { u32 *d = slot(w, to); WRITE(u32, d, value); }
   }
 }
@@ -60,6 +62,7 @@ static void op_ATOM(Warp *w, const Insn *i, u32 mask) {
     u64 address = (i->mod >> 6 & 1 ? slot64(w, i->s0)[l] : slot(w, i->s0)[l]) + (i64)i->imm;
     u8 *at = lane_memory(m, &a, space, address, bytes * i->n, bytes * i->n, ACCESS_ATOMIC);
     if (!at) return;
+    i32 in_global = space == SPACE_GLOBAL || (space == SPACE_GENERIC && address < SHARED_WINDOW);
     if (bytes == 8) {
       u64 old, value = slot64(w, m->lists[i->list])[l];
       memcpy(&old, at, 8);
@@ -73,7 +76,7 @@ static void op_ATOM(Warp *w, const Insn *i, u32 mask) {
       memcpy(&old, at + 4 * n, 4);
       switch (i->target) {
         case ATOM_ADD_U32: value += old; break;
-        case ATOM_ADD_F32: { u32 x = old; reduce_add((u8 *)&x, (u8 *)&value, 4, REDUCE_ADD_F32); value = x; break; }
+        case ATOM_ADD_F32: value = atomic_add(old, value, in_global); break;
         case ATOM_MIN_U: value = MIN(value, old); break;
         case ATOM_MAX_U: value = MAX(value, old); break;
         case ATOM_MIN_S: value = MIN((i32)value, (i32)old); break;
