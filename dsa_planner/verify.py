@@ -131,8 +131,9 @@ def run_in_machine(
         program = programs[kernel.name]
         parameters = launch.parameters(program, kernel.parameters)
         result = machine.launch(
-            program, grid, kernel.block, kernel.shared_bytes, parameters, launch.buffers, schedule, detect=detect
-        )
+            program, grid, kernel.block, kernel.shared_bytes, parameters, launch.buffers, schedule, detect=detect,
+            instruction_limit=instruction_limit(config, case),
+        )  # fmt: skip
         results.append((kernel.name, program, result))
         if result.findings:
             break
@@ -148,6 +149,14 @@ def run_in_machine(
         sum(len(result.findings) for _, _, result in results), rows / seconds if seconds else 0.0, seconds, arrays,
         {name: profile(program, result) for name, program, result in results},
     )  # fmt: skip
+
+
+def instruction_limit(config: Mapping[str, Any], case: Case) -> int:
+    """Warp instructions after which a kernel counts as one that never ends: a plan that loops is to be told so soon.
+
+    The kernels take about 45 for a slot and 8 for a key.
+    """
+    return 1_000_000 + 1_000 * case.batch * (case.s_q * int(config["topk"]) + case.s_k)
 
 
 class _Launch:
