@@ -22,7 +22,11 @@ GATE_MARGIN = 2e-6
 
 @dataclass(frozen=True)
 class Case:
-    """What to draw. ``ids`` is "local" or "global"; ``d_index_k`` is "bf16" or "fp32"."""
+    """What to draw.
+
+    ``ids`` is "local" or "global"; ``d_index_k`` is "bf16" or "fp32"; ``unused_keys``, those that no valid slot
+    selects, are "finite" or "nan": NaN shows whether a kernel lets a key through that has no part in the answer.
+    """
 
     batch: int
     s_q: int
@@ -32,9 +36,11 @@ class Case:
     sm_scale: float = 0.7
     loss_coeff: float = 1.3
     seed: int = 0
+    unused_keys: str = "finite"
 
     def __str__(self) -> str:
-        return f"B={self.batch} S_q={self.s_q} S_k={self.s_k} {self.ids} ids, {self.d_index_k} d_index_k"
+        unused = ", NaN in unused keys" if self.unused_keys == "nan" else ""
+        return f"B={self.batch} S_q={self.s_q} S_k={self.s_k} {self.ids} ids, {self.d_index_k} d_index_k{unused}"
 
 
 @dataclass(frozen=True)
@@ -103,12 +109,25 @@ def make(case: Case, topk: int, heads: int, head_dim: int) -> Call:
         },
     )
     _settle_gates(call)
+    if case.unused_keys == "nan":
+        call.arrays["index_k"].reshape(-1, head_dim)[~_selected_keys(call)] = 0x7FFF
     return call
 
 
 def _softmax(values: Any) -> Any:
     e = numpy.exp(values - values.max(-1, keepdims=True)) if values.size else values
     return (e / e.sum(-1, keepdims=True)).astype(numpy.float32)
+
+
+def _selected_keys(call: Call) -> Any:
+    """For each of the B * S_k keys, whether a valid slot selects it."""
+    case, ids = call.case, call.arrays["topk_indices"].astype(numpy.int64)
+    flat = case.ids == "global"
+    offsets = 0 if flat else case.s_k * numpy.arange(case.batch)[:, None, None]
+    valid = (ids >= 0) & (ids < case.s_k * (case.batch if flat else 1))
+    selected = numpy.zeros(case.batch * case.s_k, bool)
+    selected[(ids + offsets)[valid]] = True
+    return selected
 
 
 def _settle_gates(call: Call) -> None:
