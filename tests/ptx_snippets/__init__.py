@@ -4,7 +4,7 @@ Each module registers snippets. Their answers are computed from the ISA's defini
 share no code with the machine.
 """
 
-from ptx_snippets import comparison, copies, floating, integer, memory, sync, warp  # noqa: F401
+from ptx_snippets import comparison, copies, floating, integer, memory, sync, tcgen05, warp, wgmma  # noqa: F401
 from ptx_snippets.framework import REGISTRY, Snippet, TensorMapSpec, differences
 
 __all__ = ["REGISTRY", "Snippet", "TensorMapSpec", "differences"]

@@ -193,7 +193,7 @@ def _out_of_shared(total: int, threads: int, name: str = "target") -> str:
     """
 
 
-def _into_shared(total: int, threads: int, name: str = "source") -> str:
+def fill_from(name: str, total: int, threads: int) -> str:
     """All threads fill the room from an input, for the async proxy to read."""
     return f"""
         ld.param.u64 %d1, [{name}];
@@ -319,7 +319,7 @@ def _each(function: Callable[[int, int], int], old: Array, added: Array) -> Arra
 program(
     "bulk-reductions",
     _BULK.format(room=1024)
-    + _into_shared(1024, 64)
+    + fill_from("source", 1024, 64)
     + """
     @!%p1 bra DONE;
     ld.param.u64 %d0, [words];
@@ -564,7 +564,7 @@ def _tile_stores() -> None:
     program(
         "tile-stores",
         _BULK.format(room=_STORE_ROOM)
-        + _into_shared(_STORE_ROOM, 128)
+        + fill_from("source", _STORE_ROOM, 128)
         + _map_addresses(used)
         + "@!%p1 bra DONE;\n"
         + "\n".join(issue)
@@ -614,7 +614,7 @@ def _tile_sums() -> None:
     program(
         "tile-reductions",
         _BULK.format(room=6 * 1024)
-        + _into_shared(6 * 1024, 128)
+        + fill_from("source", 6 * 1024, 128)
         + _map_addresses(list(_SUMMED))
         + "@!%p1 bra DONE;\n"
         + "\n".join(issue)
@@ -667,7 +667,7 @@ def _gather() -> None:
     program(
         "tile-gathers",
         _BULK.format(room=room)
-        + _into_shared(room, 128)
+        + fill_from("source", room, 128)
         + _map_addresses(list(_GATHERED))
         + _loaded("\n".join(issue), total)
         + _out_of_shared(room, 128),

@@ -65,7 +65,7 @@ def test_a_snippet_gives_the_expected_bits_without_findings(vm: machine.Machine,
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("target", ["sm_90a"])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_the_assembler_takes_every_snippet(target: str, tmp_path: Path) -> None:
     """All of one target in one file: what the machine executes is PTX, not a dialect of its own."""
     found = [path for path in sys.path if (Path(path) / "nvidia/cu13/bin/ptxas").is_file()]
