@@ -95,7 +95,7 @@ typedef struct {
   struct Cta *cta;
   i32 index, wait, wait_id, slept;
   u32 wait_value, wait_pc;
-  u32 live, active, held, at_warp_barrier; /* lane masks */
+  u32 live, active, held, at_warp_barrier, napping; /* lane masks */
   u32 pc, lane_pc[32];
   u32 *registers, *predicates;
   u32 clock[32], fenced_clock[32];

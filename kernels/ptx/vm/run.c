@@ -185,11 +185,14 @@ static void land(Cta *cta, Async *op) {
 
 /* --- the interpreter ---------------------------------------------------------------------------------------------- */
 
-/* Lanes that run are those with the lowest pc among the lanes that are not held at an instruction that needs others. */
+/* Lanes that run are those with the lowest pc, but for lanes that are held at an instruction which needs others, and those
+   that nap after a wait that failed. */
 static i32 regroup(Warp *w) {
   Machine *m = w->cta->machine;
   LANES if (w->active >> l & 1) w->lane_pc[l] = w->pc;
-  u32 candidates = w->live & ~w->held & ~w->at_warp_barrier, best = FULL;
+  u32 awake = w->live & ~w->held & ~w->at_warp_barrier, best = FULL;
+  if (!(awake & ~w->napping)) w->napping = 0;
+  u32 candidates = awake & ~w->napping;
   if (!candidates) {
     i32 pc = w->live ? (i32)w->lane_pc[__builtin_ctz(w->live)] : -1;
     fatal(m, FIND_CONVERGENCE, -1, pc, w->cta, w->index, -1, 0, w->live);
@@ -199,6 +202,7 @@ static i32 regroup(Warp *w) {
   u32 group = 0;
   LANES if ((w->live & ~w->at_warp_barrier) >> l & 1) if (w->lane_pc[l] == best) group |= 1u << l;
   w->held &= ~group;
+  w->napping &= ~group;
   w->active = group;
   w->pc = best;
   return 1;
@@ -228,6 +232,7 @@ static void warp_barrier(Warp *w, u32 needed) {
 
 /* Run one warp for at most `quantum` instructions, or until it waits. */
 static void run_warp(Machine *m, Warp *w, i64 quantum) {
+  w->napping = 0;
   while (quantum-- > 0 && !m->fatal) {
     if (!w->active || (w->active != w->live)) {
       if (!w->live) break;
@@ -317,28 +322,16 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
         i32 spurious = m->policy && (i->mod & 8) && draw(m, 8) == 0;
         if (mbar_wait(w, i, mask, i->op == OP_MBAR_WAIT_TOKEN, spurious)) break;
         w->pc++;
-        if (w->active != w->live && w->wait) { /* other lanes of the warp may be what it waits for */
+        /* Other lanes of the warp may be what these wait for: let those go on first. */
+        if (w->live & ~w->active & ~w->held & ~w->at_warp_barrier & ~w->napping) {
           LANES if (w->active >> l & 1) w->lane_pc[l] = w->pc;
-          u32 others = w->live & ~w->active & ~w->held & ~w->at_warp_barrier;
-          if (others) {
-            u32 waiting = w->active;
-            w->wait = WAIT_NONE;
-            w->held |= waiting; /* until the others have gone on */
-            w->active = 0;
-            if (!regroup(w)) return;
-            w->held &= ~waiting;
-            /* The group in front runs once; then the lowest pc is chosen again. */
-          }
+          w->napping |= w->active;
+          w->active = 0;
+          w->wait = WAIT_NONE;
+          continue;
         }
         return;
       }
-      ALIGNED(TC5_DEALLOC) ALIGNED(TC5_RELINQUISH) ALIGNED(TC5_LD) ALIGNED(TC5_ST) ALIGNED(TC5_WAIT)
-      case OP_TC5_ALLOC:
-        if (!converge(w, FULL)) continue;
-        if (!op_TC5_ALLOC(w, i, mask)) return;
-        break;
-      case OP_TC5_FENCE_BEFORE:
-      case OP_TC5_FENCE_AFTER: break;
       case OP_FENCE_PROXY_ASYNC: if (mask) fence_proxy(w, mask); break;
 #define SIMPLE(name) case OP_##name: if (mask) op_##name(w, i, mask); break;
       SIMPLE(FENCE_MBAR_INIT)
