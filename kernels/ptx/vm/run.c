@@ -332,6 +332,14 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
         }
         return;
       }
+      ALIGNED(TC5_DEALLOC) ALIGNED(TC5_RELINQUISH) ALIGNED(TC5_LD) ALIGNED(TC5_ST) ALIGNED(TC5_WAIT)
+      case OP_TC5_ALLOC:
+        if (!converge(w, FULL)) continue;
+        if (!op_TC5_ALLOC(w, i, mask)) return;
+        break;
+      case OP_TC5_FENCE_BEFORE:
+      case OP_TC5_FENCE_AFTER: break;
+      default: fatal(m, FIND_LIMIT, -1, w->pc, w->cta, w->index, -1, 0, i->op); break; /* no case: never skipped */
       case OP_FENCE_PROXY_ASYNC: if (mask) fence_proxy(w, mask); break;
 #define SIMPLE(name) case OP_##name: if (mask) op_##name(w, i, mask); break;
       SIMPLE(FENCE_MBAR_INIT)
