@@ -109,6 +109,12 @@ class _Decoder:
 
     # --- the whole kernel ---
 
+    def check_registers(self, insn: Insn) -> None:
+        operands = (insn.d0, insn.d1, insn.s0, insn.s1, insn.s2, insn.s3, insn.predicate, insn.source.guard, *insn.list)
+        for operand in operands:
+            if isinstance(operand, Register) and operand.name != "_":
+                self.kind(operand)
+
     def program(self) -> Program:
         instructions: list[Insn] = []
         starts: list[int] = []
@@ -120,13 +126,16 @@ class _Decoder:
                 if decoder is None:
                     raise PtxError(f"opcode {source.opcode} is not known")
                 decoded = decoder(self, source, words[1:])
+                found = [decoded] if isinstance(decoded, Insn) else decoded
+                for insn in found:
+                    self.check_registers(insn)
             except PtxError as error:
                 raise PtxError(f"line {source.line}: {error}: {source.text}") from None
             except (IndexError, KeyError, ValueError) as error:
                 raise PtxError(
                     f"line {source.line}: {source.opcode} is not understood ({error!r}): {source.text}"
                 ) from None
-            instructions.extend([decoded] if isinstance(decoded, Insn) else decoded)
+            instructions.extend(found)
         starts.append(len(instructions))
         instructions.append(Insn("RET", Instruction(0, "ret", (), None, "the end of the kernel")))
         labels = {name: starts[index] for name, index in self.kernel.labels.items()}
@@ -162,6 +171,19 @@ def _only(words: list[str], *known: str) -> None:
     unknown = [word for word in words if word not in known]
     if unknown:
         raise PtxError(f"modifier .{unknown[0]} is not known")
+
+
+def _exactly(i: Instruction, words: list[str], *forms: str) -> None:
+    """The words after an opcode's first have to be one of these, dots between them."""
+    if ".".join(words) not in forms:
+        raise PtxError(f"opcode {i.opcode} is not known")
+
+
+def _integer(kind: str, *, widths: tuple[int, ...] = (32, 64), signs: str = "su") -> str:
+    """An integer type, which has to be one of these."""
+    if kind not in {f"{sign}{width}" for sign in signs for width in widths}:
+        raise PtxError(f"type .{kind} is not known")
+    return kind
 
 
 def _plain(d: _Decoder, i: Instruction, op: str, bits: int, mod: int = 0, shift: bool = False) -> Insn:
@@ -208,8 +230,9 @@ def _mul(d: _Decoder, i: Instruction, words: list[str]) -> Any:
             _bits(kind[:3]) * (1 if kind == "f32" else 2),
             _FTZ if "ftz" in words else 0,
         )
+    _only(words[1:-1])
     if words[0] == "lo":
-        return _plain(d, i, f"MUL{_bits(kind)}", _bits(kind))
+        return _plain(d, i, f"MUL{_bits(_integer(kind, widths=(16, 32, 64)))}", _bits(kind))
     if words[0] == "hi" and kind in ("s32", "u32"):
         return _plain(d, i, f"MULHI_{kind.upper()}", 32)
     if words[0] == "wide" and kind in ("s32", "u32"):
@@ -225,6 +248,7 @@ def _mad(d: _Decoder, i: Instruction, words: list[str]) -> Any:
         return _plain(
             d, i, "FFMA" if kind == "f32" else "FFMA2", 32 if kind == "f32" else 64, _FTZ if "ftz" in words else 0
         )
+    _only(words[1:-1])
     if words[0] == "lo" and kind in ("s32", "u32", "s64", "u64"):
         return _plain(d, i, f"MAD{_bits(kind)}", _bits(kind))
     if words[0] == "wide" and kind in ("s32", "u32"):
@@ -240,9 +264,8 @@ def _div(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     if name == "DIV" and kind == "f32":
         _only(words[:-1], "rn", "ftz", "full", "approx")
         return _plain(d, i, "FDIV", 32, _FTZ if "ftz" in words else 0)
-    if kind not in ("s32", "u32", "s64", "u64"):
-        raise PtxError(f"type .{kind} is not known")
-    return _plain(d, i, f"{name}_{kind.upper()}", _bits(kind))
+    _only(words[:-1])
+    return _plain(d, i, f"{name}_{_integer(kind).upper()}", _bits(kind))
 
 
 @_opcode("min", "max")
@@ -282,7 +305,8 @@ def _logic(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     name, kind = i.opcode.split(".")[0].upper(), words[-1]
     if kind == "pred":
         return _plain(d, i, f"P{name}", 1)
-    bits = _bits(kind)
+    bits = _bits(_integer(kind, widths=(16, 32, 64), signs="b"))
+    _only(words[:-1])
     insn = _plain(d, i, f"{name}{64 if bits == 64 else 32}", bits)
     if name == "NOT" and bits == 16:
         raise PtxError("not.b16 is not known")
@@ -292,6 +316,8 @@ def _logic(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 @_opcode("shl", "shr")
 def _shift(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     name, kind = i.opcode.split(".")[0], words[-1]
+    _integer(kind, widths=(16, 32, 64), signs="b" if name == "shl" else "bsu")
+    _only(words[:-1])
     if name == "shl":
         return _plain(d, i, f"SHL{_bits(kind)}", _bits(kind), shift=True)
     if kind == "s16":
@@ -302,7 +328,7 @@ def _shift(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 
 @_opcode("shf")
 def _funnel(d: _Decoder, i: Instruction, words: list[str]) -> Any:
-    _only(words, "l", "r", "wrap", "clamp", "b32")
+    _exactly(i, words, "l.wrap.b32", "l.clamp.b32", "r.wrap.b32", "r.clamp.b32")
     return _plain(d, i, f"SHF_{words[0].upper()}", 32, 1 if "clamp" in words else 0)
 
 
@@ -310,9 +336,8 @@ def _funnel(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 def _bit_operation(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     name, kind = i.opcode.split(".")[0].upper(), words[-1]
     _only(words[:-1])
+    _integer(kind, widths=(32,), signs={"BFIND": "u", "BFE": "su"}.get(name, "b"))
     op = {"BFIND": "BFIND_U32", "BFE": f"BFE_{kind.upper()}", "PRMT": "PRMT"}.get(name, f"{name}32")
-    if op not in OPCODES or _bits(kind) != 32:
-        raise PtxError(f"type .{kind} is not known")
     return _plain(d, i, op, 32)
 
 
@@ -333,7 +358,10 @@ def _setp(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     kind = words[-1]
     comparison = words[0]
     logic = next((w for w in words[1:-1] if w in ("and", "or", "xor")), None)
-    _only(words[1:-1], "and", "or", "xor", "ftz")
+    _only(words[1:-1], "and", "or", "xor", *(["ftz"] if kind == "f32" else []))
+    known = {"b": _COMPARISONS[:2], "s": _COMPARISONS[:6], "u": (*_COMPARISONS[:6], *_UNSIGNED_COMPARISONS)}
+    if comparison not in known.get(kind[0], _COMPARISONS):
+        raise PtxError(f"comparison .{comparison} of .{kind} is not known")
     comparison = _UNSIGNED_COMPARISONS.get(comparison, comparison)
     mod = _COMPARISONS.index(comparison) | (16 if "ftz" in words else 0)
     op = "SETP_" + {"b16": "U16", "b32": "U32", "b64": "U64"}.get(kind, kind.upper())
@@ -352,6 +380,7 @@ def _setp(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 
 @_opcode("selp")
 def _selp(d: _Decoder, i: Instruction, words: list[str]) -> Any:
+    _only(words[:-1])
     bits = _bits(words[-1])
     a, b = d.value(i.operands[1], bits), d.value(i.operands[2], bits)
     return Insn(
@@ -377,10 +406,21 @@ _ROUNDINGS = {"rzi": 0, "rni": 1, "rmi": 2, "rpi": 3}
 @_opcode("cvt")
 def _cvt(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     kinds, modifiers = words[-2:], words[:-2]
-    _only(modifiers, "rn", "relu", "rzi", "rni", "rmi", "rpi", "ftz")
     op = _CONVERSIONS.get((kinds[0], kinds[1]))
     if op is None:
         raise PtxError(f"conversion .{kinds[0]}.{kinds[1]} is not known")
+    to_float, from_float = kinds[0][0] in "fb", kinds[1][0] in "fb"
+    needed: tuple[str, ...] = ()
+    if not to_float and from_float:
+        needed = tuple(_ROUNDINGS)
+        _only(modifiers, *needed, "ftz")
+    elif to_float and (not from_float or kinds[1] == "f32"):
+        needed = ("rn",)
+        _only(modifiers, "rn", *(["relu"] if from_float else []), *(["ftz"] if kinds[0].startswith("f16") else []))
+    else:
+        _only(modifiers, *(["ftz"] if kinds[1] == "f16" else []))
+    if sum(modifier in needed for modifier in modifiers) != bool(needed):
+        raise PtxError(f"one rounding is expected of {', '.join(f'.{name}' for name in needed)}")
     mod = (_RELU if "relu" in modifiers else 0) | (_FTZ if "ftz" in modifiers else 0)
     for name, value in _ROUNDINGS.items():
         if name in modifiers:
@@ -392,9 +432,12 @@ def _cvt(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 def _mov(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     kind = words[-1]
     target, source = i.operands
+    _only(words[:-1])
     if kind == "pred":
         return Insn("PMOV", i, d0=_result(target), s0=d.value(source, 1))
     bits = _bits(kind)
+    if bits not in (16, 32, 64):
+        raise PtxError(f"type .{kind} is not known")
     if isinstance(source, Vector):
         return _pack(d, i, bits, source)
     if isinstance(target, Vector):
@@ -419,11 +462,11 @@ def _pack(d: _Decoder, i: Instruction, bits: int, source: Vector) -> Insn:
 
 @_opcode("cvta")
 def _cvta(d: _Decoder, i: Instruction, words: list[str]) -> Any:
+    spaces = ("shared", "shared::cta", "global", "param", "const")
+    _exactly(i, words, *(f"{to}{space}.u64" for to in ("", "to.") for space in spaces))
     if "shared" in words or "shared::cta" in words:
         op = "SUB64" if words[0] == "to" else "ADD64"
         return Insn(op, i, d0=_result(i.operands[0]), s0=d.value(i.operands[1], 64), s1=(64, SHARED_WINDOW))
-    if not {"global", "param", "const"} & set(words):
-        raise PtxError(f"opcode {i.opcode} is not known")
     return Insn("MOV64", i, d0=_result(i.operands[0]), s0=d.value(i.operands[1], 64))
 
 
@@ -448,9 +491,18 @@ def _trap(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     return Insn("TRAP", i)
 
 
+_HINT_WORDS = {
+    "nanosleep": ("u32",), "prefetch": ("global", "tensormap", "param", "const"), "applypriority": ("global",),
+    "griddepcontrol": ("wait", "launch_dependents"), "createpolicy": ("fractional", "range", "global", "cvt", "b64"),
+    "pmevent": ("mask",),
+}  # fmt: skip
+
+
 @_opcode("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "pmevent", "applypriority", "createpolicy")
 def _nothing(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     """Hints. griddepcontrol orders launches, and the machine runs them one after another."""
+    name = i.opcode.split(".")[0]
+    _only([word for word in words if not word.startswith(("L1", "L2"))], *_HINT_WORDS.get(name, ()))
     if i.opcode.startswith("createpolicy"):
         return Insn("MOV64", i, d0=_result(i.operands[0]), s0=(64, 0))
     return Insn("NOP", i)
@@ -458,6 +510,7 @@ def _nothing(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 
 @_opcode("setmaxnreg")
 def _setmaxnreg(d: _Decoder, i: Instruction, words: list[str]) -> Any:
+    _exactly(i, words, "inc.sync.aligned.u32", "dec.sync.aligned.u32")
     return Insn("SETMAXNREG", i)
 
 
@@ -477,6 +530,7 @@ def _shfl(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 
 @_opcode("vote")
 def _vote(d: _Decoder, i: Instruction, words: list[str]) -> Any:
+    _exactly(i, words, "sync.all.pred", "sync.any.pred", "sync.uni.pred", "sync.ballot.b32")
     mod = ("all", "any", "uni", "ballot").index(words[1])
     return Insn("VOTE", i, d0=_result(i.operands[0]), s0=d.value(i.operands[1], 1), s3=d.value(i.operands[2]), mod=mod)
 
@@ -484,6 +538,7 @@ def _vote(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 @_opcode("elect")
 def _elect(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     target = i.operands[0]
+    _exactly(i, words, "sync")
     if not isinstance(target, Pair):
         raise PtxError("two results are expected")
     return Insn("ELECT", i, d0=_result(target.first), d1=_result(target.second), s3=d.value(i.operands[1]))
@@ -491,6 +546,8 @@ def _elect(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 
 @_opcode("redux")
 def _redux(d: _Decoder, i: Instruction, words: list[str]) -> Any:
+    arithmetic = (f"sync.{name}.{kind}" for name in ("add", "min", "max") for kind in ("s32", "u32"))
+    _exactly(i, words, *arithmetic, "sync.and.b32", "sync.or.b32", "sync.xor.b32")
     operation, kind = words[1], words[-1]
     mod = {"add": 0, "min": 1 if kind == "s32" else 3, "max": 2 if kind == "s32" else 4, "and": 5, "or": 6, "xor": 7}[
         operation
@@ -500,6 +557,7 @@ def _redux(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 
 @_opcode("activemask")
 def _activemask(d: _Decoder, i: Instruction, words: list[str]) -> Any:
+    _exactly(i, words, "b32")
     return Insn("ACTIVEMASK", i, d0=_result(i.operands[0]))
 
 
@@ -510,8 +568,11 @@ def _activemask(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 def _bar(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     words = [word for word in words if word not in ("cta", "aligned")]
     if words[0] == "warp":
+        _only(words[1:], "sync")
         return Insn("BAR_WARP", i, s0=d.value(i.operands[0]))
     if words[0] == "cluster":
+        _only(words[1:2], "arrive", "wait")
+        _only(words[2:], *(("release", "relaxed") if words[1] == "arrive" else ("acquire",)))
         return Insn("CLUSTER_ARRIVE" if words[1] == "arrive" else "CLUSTER_WAIT", i)
     _only(words, "sync", "arrive")
     values = [d.value(o) for o in i.operands]
@@ -584,6 +645,7 @@ def _fence(d: _Decoder, i: Instruction, words: list[str]) -> Any:
             raise PtxError(f"opcode {i.opcode} is not known")
         return Insn("FENCE_PROXY_ASYNC", i)
     if words[0] == "mbarrier_init":
+        _only(words[1:], "release", "cluster")
         return Insn("FENCE_MBAR_INIT", i)
     _only(words, "acq_rel", "sc", "acquire", "release", "cta", "gpu", "sys", "cluster", "gl")
     return Insn("FENCE", i)
@@ -617,6 +679,7 @@ def _ld(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     target = i.operands[0]
     results = [_result(o) for o in (target.elements if isinstance(target, Vector) else (target,))]
     if words[0].startswith("param"):
+        _only(words[:-1], "param", "param::entry", "v2", "v4")
         memory = i.operands[1]
         assert isinstance(memory, Memory)
         if not isinstance(memory.base, Symbol):
@@ -691,6 +754,8 @@ def _matrix(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     base, offset, wide = d.address(memory)
     parts = fragment.elements if isinstance(fragment, Vector) else (fragment,)
     values = [_result(o) if load else d.value(o) for o in parts]
+    if f"x{len(values)}" not in words:
+        raise PtxError("as many registers as matrices are expected")
     return Insn(
         "LDMATRIX" if load else "STMATRIX", i, s0=base, imm=offset, mod=int("trans" in words) | wide << 1, list=values,
         n=len(values), list_is_written=len(values) if load else 0,
@@ -719,9 +784,11 @@ def _cp(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     to, to_offset, to_wide = d.address(i.operands[0])
     source, offset, _ = d.address(i.operands[1])
     size = _literal(i.operands[2])
-    if size not in (4, 8, 16):
-        raise PtxError(f"a copy of {size} bytes is not known")
+    if size not in ((16,) if "cg" in rest else (4, 8, 16)):
+        raise PtxError(f"copies of {size} bytes are not known")
     counted = len(i.operands) > 3
+    if counted and isinstance(i.operands[3], Register) and d.kind(i.operands[3]) == "pred":
+        raise PtxError("ignore-src is not known")
     return Insn(
         "CP_ASYNC", i, s0=to, imm2=to_offset, s1=source, n=offset, imm=size,
         s2=d.value(i.operands[3]) if counted else None, mod=to_wide | (2 if counted else 0),
@@ -740,8 +807,10 @@ _REDUCTIONS = {("add", "f32"): 1, ("add", "bf16"): 2, ("add", "u32"): 3, ("add",
 def _bulk(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     """cp.async.bulk and cp.reduce.async.bulk, of tensors or of runs of bytes."""
     if words[0] == "commit_group":
+        _only(words[1:])
         return Insn("BULK_COMMIT", i)
     if words[0] == "wait_group":
+        _only(words[1:], "read")
         return Insn("BULK_WAIT", i, imm=_literal(i.operands[0]))
     if words[0] == "prefetch":
         return Insn("NOP", i)
@@ -760,13 +829,19 @@ def _bulk(d: _Decoder, i: Instruction, words: list[str]) -> Any:
         "mbarrier::complete_tx::bytes", "bulk_group", "L2::cache_hint", "cta_group::1",
     )  # fmt: skip
     _only(words, *known)
-    to_shared = next(w for w in words if w in _SPACES).startswith("shared")
+    spaces = [word for word in words if word in _SPACES]
+    if len(spaces) != 2 or "global" not in spaces:
+        raise PtxError("only copies between global and shared memory are known")
+    to_shared = spaces[1] == "global"
     if "tensor" in words:
         tensor = i.operands[1 if to_shared else 0]
         shared = i.operands[0 if to_shared else 1]
         assert isinstance(tensor, Memory)
         base, offset, wide = d.address(shared)
         coordinates = [d.value(o) for o in tensor.coordinates]
+        rank = 5 if "tile::gather4" in words else next(int(w[0]) for w in words if re.fullmatch("[1-5]d", w))
+        if len(coordinates) != rank:
+            raise PtxError(f"{rank} coordinates are expected")
         map_address = tensor.base if isinstance(tensor.base, Register) else d.value(tensor.base, 64)
         if not to_shared:
             d.granules["global"] = min(d.granules["global"], 2)  # elements of tensors may be this small
@@ -821,35 +896,30 @@ def _bulk(d: _Decoder, i: Instruction, words: list[str]) -> Any:
 @_opcode("wgmma")
 def _wgmma(d: _Decoder, i: Instruction, words: list[str]) -> Any:
     what = words[0]
+    if what in ("fence", "commit_group", "wait_group"):
+        _exactly(i, words[1:], "sync.aligned")
     if what == "fence":
         return Insn("WGMMA_FENCE", i)
     if what == "commit_group":
         return Insn("WGMMA_COMMIT", i)
     if what == "wait_group":
         return Insn("WGMMA_WAIT", i, imm=_literal(i.operands[0]))
-    shape = re.fullmatch(r"m64n(\d+)k16", next(w for w in words if w.startswith("m64")))
-    kinds = words[-3:]
-    if (
-        what != "mma_async"
-        or shape is None
-        or kinds[0] != "f32"
-        or kinds[1] != kinds[2]
-        or kinds[1] not in ("bf16", "f16")
-    ):
+    known = re.fullmatch(r"mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2", ".".join(words))
+    columns = int(known.group(1)) if known else 0
+    if known is None or columns % 8 or not 8 <= columns <= 256:
         raise PtxError(f"opcode {i.opcode} is not known")
-    columns = int(shape.group(1))
-    if columns % 8 or not 8 <= columns <= 256:
-        raise PtxError(f"N of {columns} is not known")
     accumulator, a, b, scale, *flags = i.operands
     if not isinstance(accumulator, Vector) or len(accumulator.elements) != columns // 2:
         raise PtxError(f"{columns // 2} accumulator registers are expected")
     operands: list[Any] = [_result(o) for o in accumulator.elements]
     in_registers = isinstance(a, Vector)
     numbers = [_literal(o) for o in flags]
-    mod = (8 if kinds[1] == "f16" else 0) | (16 if numbers[0] == -1 else 0) | (32 if numbers[1] == -1 else 0)
+    if not set(numbers[:2]) <= {1, -1} or not set(numbers[2:]) <= {0, 1} or len(numbers) != (3 if in_registers else 4):
+        raise PtxError("two signs and whether an operand is transposed are expected")
+    mod = (8 if known.group(2) == "f16" else 0) | (16 if numbers[0] == -1 else 0) | (32 if numbers[1] == -1 else 0)
     if isinstance(a, Vector):
         operands += [_result(o) for o in a.elements]
-        mod |= 1 | (4 if numbers[2:] == [1] else 0)
+        mod |= 1 | (4 if numbers[2] else 0)
     else:
         mod |= (2 if numbers[2] else 0) | (4 if numbers[3] else 0)
     return Insn(
@@ -893,7 +963,10 @@ _TCGEN05_WORDS = (
 
 def _tcgen05_move(d: _Decoder, i: Instruction, what: str, words: list[str]) -> Insn:
     shape = ("32x32b", "16x256b", "16x128b").index(words[2])
-    count = int(words[3][1:]) * (1, 4, 2)[shape]
+    repetitions = int(words[3][1:])
+    if repetitions & (repetitions - 1) or words[4:] != ["b32"]:
+        raise PtxError(f"opcode {i.opcode} is not known")
+    count = repetitions * (1, 4, 2)[shape]
     fragment, memory = (i.operands[0], i.operands[1]) if what == "ld" else (i.operands[1], i.operands[0])
     parts = fragment.elements if isinstance(fragment, Vector) else (fragment,)
     if len(parts) != count:
