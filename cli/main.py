@@ -203,7 +203,7 @@ def verify(
     schedules: Annotated[
         str, typer.Option("--schedules", help="inorder, random:SEED and late:SEED, separated by commas.")
     ] = "inorder,random:1,late:1",
-    rows: Annotated[str, typer.Option("--rows", help="Queries of the largest case.")] = "8",
+    rows: Annotated[str, typer.Option("--rows", help="Queries of the largest case.")] = "12",
     seed: Annotated[str, typer.Option("--seed", help="Seed of the inputs.")] = "0",
     ptx: Annotated[
         Path | None, typer.Option("--ptx", help="Execute this PTX in place of that of the plan, which is one.")
@@ -229,7 +229,7 @@ def verify(
     if ptx is not None:
         chosen = [verifier.with_ptx(request.only_plan(chosen, "--ptx"), request.content("--ptx", ptx))]
     wanted = [verifier.parse_schedule(word) for word in request.words("--schedules", schedules)]
-    cases = verifier.default_cases(request.integer("--rows", rows, 8, 1), request.integer("--seed", seed, 0, 0))
+    cases = verifier.default_cases(request.integer("--rows", rows, 12, 1), request.integer("--seed", seed, 0, 0))
     at_once = None if jobs is None else request.integer("--jobs", jobs, 4, 1)
     passed = proof.run(chosen, cases, wanted, device, rebuild, profile, at_once, json, settings)
     if not passed:

@@ -44,15 +44,15 @@ def filled(command: Command, compiled: PlanFile) -> Command:
 def test_a_right_plan_passes(filled: Command, compiled: PlanFile) -> None:
     out = filled("verify", "--rows", "2", "--schedules", "inorder,late:3").stdout.splitlines()
     assert " ".join(out[0].split()) == "plan backend arch topk shape schedule dq dw dk findings rows/s verdict"
-    assert len(out) == 1 + 4 * 2 + 1
+    assert len(out) == 1 + 5 * 2 + 1
     assert all(line.startswith(compiled.plan_id[:12]) and line.rstrip().endswith("pass") for line in out[1:-1])
-    assert out[-1] == "8 of 8 passed"
+    assert out[-1] == "10 of 10 passed"
 
 
 def test_json_has_every_run(filled: Command, compiled: PlanFile) -> None:
     answer = json.loads(filled("verify", compiled.plan_id[:8], *QUICK, "--json", "--profile").stdout)
     assert answer["passed"] is True
-    assert len(answer["runs"]) == 4
+    assert len(answer["runs"]) == 5
     first = answer["runs"][0]
     assert first["plan_id"] == compiled.plan_id
     assert first["case"]["s_q"] == 2
@@ -73,7 +73,7 @@ def test_a_wrong_plan_is_exit_code_7_and_the_reason_is_printed(command: Command,
 def test_rebuild_compares_the_bytes(filled: Command, compiled: PlanFile) -> None:
     out = filled("verify", *QUICK, "--rebuild").stdout
     assert f"{compiled.plan_id[:12]} compiled again: the same bytes" in out
-    assert "5 of 5 passed" in out
+    assert "6 of 6 passed" in out
 
 
 def test_rebuild_finds_another_cubin(command: Command, compiled: PlanFile) -> None:
@@ -97,7 +97,7 @@ def test_requests_that_cannot_be_met(filled: Command) -> None:
 def test_other_ptx_can_be_tried(filled: Command, compiled: PlanFile) -> None:
     text = compiled.sections["ptx"].decode()
     (filled.home / "same.ptx").write_text(text)
-    assert "4 of 4 passed" in filled("verify", *QUICK, "--ptx", "same.ptx").stdout
+    assert "5 of 5 passed" in filled("verify", *QUICK, "--ptx", "same.ptx").stdout
     (filled.home / "other.ptx").write_text(text.replace("fence.proxy.async.shared::cta;", ""))
     assert "missing proxy fence: line" in filled("verify", *QUICK, "--ptx", "other.ptx", code=7).stdout
     assert "it cannot be read" in filled.refused("verify", "--ptx", "none.ptx", code=2)

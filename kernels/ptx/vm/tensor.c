@@ -12,7 +12,8 @@
    exponents. */
 #define ALIGN_BITS 25
 #define MAX_COLUMNS 256
-#define NO_EXPONENT -4096 /* of zero */
+#define NO_EXPONENT -4096       /* of zero */
+#define SPECIAL_EXPONENT 65536 /* of infinities and NaN: next to any other it stands out */
 
 typedef struct {
   float value[16][MAX_COLUMNS];
@@ -21,6 +22,7 @@ typedef struct {
 
 static inline i32 exponent_of(float f) {
   u32 x = as_bits(f) & 0x7fffffff;
+  if (x >= 0x7f800000) return SPECIAL_EXPONENT;
   return !x ? NO_EXPONENT : x < 0x00800000 ? -126 : (i32)(x >> 23) - 127;
 }
 static void find_exponents(Columns *b, i32 columns) {
@@ -150,9 +152,14 @@ static void op_WGMMA(Warp *w, const Insn *i, u32 mask) {
   push(w->cta, op);
 }
 
-static Descriptor wgmma_descriptor(u64 d, i32 mn_major) {
+static i32 wgmma_descriptor(Cta *cta, Async *op, u64 d, i32 mn_major, Descriptor *out) {
   static const u32 swizzle[4] = {0, 128, 64, 32};
-  return (Descriptor){(d & 0x3fff) << 4, (d >> 16 & 0x3fff) << 4, (d >> 32 & 0x3fff) << 4, swizzle[d >> 62], mn_major};
+  if (d >> 49 & 7) { /* base offsets, for tiles that do not start where the swizzle does, are not modelled */
+    fatal(cta->machine, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, SPACE_SHARED, d);
+    return 0;
+  }
+  *out = (Descriptor){(d & 0x3fff) << 4, (d >> 16 & 0x3fff) << 4, (d >> 32 & 0x3fff) << 4, swizzle[d >> 62], mn_major};
+  return 1;
 }
 
 static void land_wgmma(Cta *cta, Async *op) {
@@ -169,10 +176,12 @@ static void land_wgmma(Cta *cta, Async *op) {
       LANES for (i32 h = 0; h < 2; h++) /* rows lane / 4 (+ 8), columns 2 (lane % 4) + {0, 1} (+ 8) */
         a[l / 4 + 8 * (r & 1)][2 * (l % 4) + h + 8 * (r >> 1)] = half_value(op->registers[32 * r + l] >> 16 * h, is_f16);
   } else {
-    Descriptor da = wgmma_descriptor(op->a_desc, (i->mod & WGMMA_A_MN) != 0);
+    Descriptor da;
+    if (!wgmma_descriptor(cta, op, op->a_desc, (i->mod & WGMMA_A_MN) != 0, &da)) return;
     if (!read_operand(cta, &actor, &da, 16 * (op->warp & 3), 16, is_f16, &a[0][0], 16, 1)) return;
   }
-  Descriptor db = wgmma_descriptor(op->b_desc, (i->mod & WGMMA_B_MN) != 0);
+  Descriptor db;
+  if (!wgmma_descriptor(cta, op, op->b_desc, (i->mod & WGMMA_B_MN) != 0, &db)) return;
   if (!read_operand(cta, &actor, &db, 0, columns, is_f16, &b.value[0][0], 1, MAX_COLUMNS)) return;
   if (i->mod & WGMMA_NEGATE_A)
     for (i32 r = 0; r < 16; r++) for (i32 k = 0; k < 16; k++) a[r][k] = -a[r][k];
