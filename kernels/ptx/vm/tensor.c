@@ -31,33 +31,37 @@ static void find_exponents(Columns *b, i32 columns) {
 }
 static inline float power_of_two(i32 e) { return as_float((u32)(e + 127) << 23); }
 
+/* One column by itself: where all terms are zero, at the ends of the range, and with infinities and NaN. */
+static float dot16_column(float c, const float *a, const Columns *b, i32 n, i32 largest) {
+  double plain = c, sum = 0;
+  for (i32 k = 0; k < 16; k++) plain += (double)a[k] * (double)b->value[k][n];
+  if (plain != plain || __builtin_isinf(plain)) return plain != plain ? as_float(CANONICAL_NAN) : (float)plain;
+  if (largest < -1000) return 0.0f;
+  double up = ldexp(1.0, ALIGN_BITS - largest), magnitude;
+  sum = __builtin_trunc(c * up);
+  for (i32 k = 0; k < 16; k++) sum += __builtin_trunc((double)a[k] * (double)b->value[k][n] * up);
+  magnitude = __builtin_fabs(ldexp(sum, largest - ALIGN_BITS));
+  if (magnitude >= 0x1p128) return sum < 0 ? -__builtin_inff() : __builtin_inff();
+  float f = (float)magnitude;
+  if ((double)f > magnitude) f = as_float(as_bits(f) - 1);
+  return sum < 0 ? -f : f;
+}
+
 static void dot16(float *restrict c, const float *restrict a, const Columns *restrict b, i32 columns) {
   i32 ea[16];
   for (i32 k = 0; k < 16; k++) ea[k] = exponent_of(a[k]);
   for (i32 n0 = 0; n0 < columns; n0 += 8) {
-    i32 largest[8], special = 0;
-    for (i32 n = 0; n < 8; n++) largest[n] = exponent_of(c[n0 + n]);
+    i32 largest[8], sum[8], alone = 0;
+    float before[8], up[8], down[8];
+    for (i32 n = 0; n < 8; n++) before[n] = c[n0 + n], largest[n] = exponent_of(before[n]);
     for (i32 k = 0; k < 16; k++)
       for (i32 n = 0; n < 8; n++) largest[n] = MAX(largest[n], ea[k] + b->exponent[k][n0 + n]);
-    /* All zeros; infinities, NaN and the ends of the range, where scaled terms would not be exact. */
-    for (i32 n = 0; n < 8; n++) special |= largest[n] < -90 || largest[n] > 100;
-    if (special) {
-      for (i32 n = 0; n < 8; n++) {
-        double sum = c[n0 + n];
-        for (i32 k = 0; k < 16; k++) sum += (double)a[k] * (double)b->value[k][n0 + n];
-        float f = (float)sum;
-        if (f != f) f = as_float(CANONICAL_NAN);
-        else if (__builtin_fabs((double)f) > __builtin_fabs(sum)) f = as_float(as_bits(f) - 1);
-        c[n0 + n] = f;
-      }
-      continue;
-    }
-    float up[8], down[8];
-    i32 sum[8];
-    for (i32 n = 0; n < 8; n++) {
-      up[n] = power_of_two(ALIGN_BITS - largest[n]);
-      down[n] = power_of_two(largest[n] - ALIGN_BITS);
-      sum[n] = (i32)(c[n0 + n] * up[n]);
+    for (i32 n = 0; n < 8; n++) { /* outside these bounds scaled terms would not be exact in fp32 */
+      i32 inside = largest[n] >= -90 && largest[n] <= 100, e = inside ? largest[n] : 0;
+      alone |= !inside << n;
+      up[n] = inside ? power_of_two(ALIGN_BITS - e) : 0.0f;
+      down[n] = power_of_two(e - ALIGN_BITS);
+      sum[n] = (i32)(inside ? before[n] * up[n] : 0.0f);
     }
     for (i32 k = 0; k < 16; k++)
       for (i32 n = 0; n < 8; n++) sum[n] += (i32)(a[k] * b->value[k][n0 + n] * up[n]);
@@ -67,6 +71,11 @@ static void dot16(float *restrict c, const float *restrict a, const Columns *res
       if (bits > 24) magnitude &= ~0u << (bits - 24);
       float f = (float)magnitude * down[n];
       c[n0 + n] = sum[n] < 0 ? -f : f;
+    }
+    while (alone) {
+      i32 n = __builtin_ctz(alone);
+      alone &= alone - 1;
+      c[n0 + n] = dot16_column(before[n], a, b, n0 + n, largest[n]);
     }
   }
 }
