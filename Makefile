@@ -12,14 +12,25 @@ help:
 	@echo "make lint         set up and run ruff and mypy"
 	@echo "make docs         write the generated pages of docs/ again"
 
+# $(1) is a Python: ours as named, or that of an older $(VENV).
+define require_python
+@$(1) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	version=$$($(1) --version 2>&1) || version='which does not run'; \
+	echo "$(1), $$version: Python 3.10 or newer is needed; make clean, then for example make PYTHON=python3.12" >&2; \
+	exit 1; }
+endef
+
 $(VENV)/bin/python:
+	$(call require_python,$(PYTHON))
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.compile: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call require_python,$(VENV)/bin/python)
 	$(INSTALL) --editable '.[compile]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call require_python,$(VENV)/bin/python)
 	$(INSTALL) --editable '.[compile,test,torch,verify]'
 	@touch $@ $(VENV)/.compile
 

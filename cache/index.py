@@ -2,7 +2,8 @@
 
 Nothing depends on it. Plans are found by name, checked by digest and evicted by mtime without it; losing it loses
 statistics. So every fault in it is swallowed here, no wait in it is longer than a second or two, and loading a plan
-never opens it.
+never opens it. A database that is half made or damaged, as a full disk leaves it, is made anew by the next writer; one
+that is busy, or has something foreign in it, is left alone.
 
 diskcache as published unpickles what it finds in its database (CVE-2025-69872), opens and deletes files that a row
 names, and sets any attribute of itself that the Settings table names; SQLite deletes the file that a planted rollback
@@ -12,13 +13,16 @@ the row itself (tests/cache/test_index.py plants all of these).
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -30,16 +34,23 @@ __all__ = ["Index", "RawDisk", "RefusedRowError"]
 
 log = logging.getLogger("dsa_planner.cache")
 WAIT_SECONDS = 1.0
+_POLL_SECONDS = 0.01
 _MAX_VALUE = 64 << 10  # characters
 _MAX_MESSAGE = 4 << 10
 _SETTINGS = {**DEFAULT_SETTINGS, "eviction_policy": "none", "cull_limit": 0}
 _FILES = {DBNAME, f"{DBNAME}-wal", f"{DBNAME}-shm"}
 _TABLES = {"Settings", "Cache"}
+_NOT_DAMAGE = ("locked", "busy", "full", "readonly", "unable to open", "I/O error", "protocol", "memory", "interrupted")
+"""In SQLite's messages: what is wrong with the moment or the place, and not with the database."""
 T = TypeVar("T")
 
 
 class RefusedRowError(ValueError):
     """Something in the index that this project never writes: a pickle, a reference to a file, a foreign setting."""
+
+
+class DamagedIndexError(ValueError):
+    """A database that lacks something without which it cannot be used."""
 
 
 class RawDisk(diskcache.Disk):  # type: ignore[misc]
@@ -83,6 +94,7 @@ class Index:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
+        self._warned = False
 
     def record_build(self, plan_id: str, build_id: str, seconds: float, size: int) -> None:
         """Note a finished build, and forget failures of the plan."""
@@ -113,37 +125,54 @@ class Index:
         return str(found["message"]) if found and "message" in found else None
 
     def _open(self) -> diskcache.Cache:
+        self._examine_folder()
+        if (self.folder / DBNAME).exists():
+            self._examine_database()
+        return diskcache.Cache(str(self.folder), timeout=WAIT_SECONDS, disk=RawDisk, **_SETTINGS)
+
+    def _examine_place(self) -> None:
+        """Refuse what is no folder of the layer."""
         # diskcache expands ~ and $ in the path that it is given, which could lead it out of the layer.
         if os.path.expandvars(os.path.expanduser(str(self.folder))) != str(self.folder):
             raise ValueError(f"{self.folder} contains ~ or $, which the index cannot use")
-        self._examine()
-        return diskcache.Cache(str(self.folder), timeout=WAIT_SECONDS, disk=RawDisk, **_SETTINGS)
+        if self.folder.is_symlink():
+            raise RefusedRowError("it is a link")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise RefusedRowError("it is not a folder")
 
-    def _examine(self) -> None:
-        """Refuse a folder or a database with something in it that this project does not put there, or that is busy.
+    def _examine_folder(self) -> None:
+        """Refuse a folder with something in it that this project does not put there."""
+        self._examine_place()
+        for name in os.listdir(self.folder):
+            if name not in _FILES or not stat.S_ISREG((self.folder / name).lstat().st_mode):
+                raise RefusedRowError(f"{name!r} is not a file of the index")
+
+    def _examine_database(self) -> None:
+        """Refuse a database with something in it that this project does not put there, that is busy, or half made.
 
         diskcache itself would wait a minute, several times over, for a database that somebody else is writing.
         """
-        if self.folder.is_symlink():
-            raise RefusedRowError("it is a link")
-        for name in os.listdir(self.folder) if self.folder.exists() else ():
-            if name not in _FILES or not stat.S_ISREG((self.folder / name).lstat().st_mode):
-                raise RefusedRowError(f"{name!r} is not a file of the index")
-        if not (self.folder / DBNAME).exists():
-            return
         uri = f"file:{quote(str(self.folder / DBNAME))}?mode=rw"
         database = sqlite3.connect(uri, uri=True, timeout=WAIT_SECONDS, isolation_level=None)
         try:
+            missing = set(_TABLES)
             for kind, name, table in database.execute("SELECT type, name, tbl_name FROM sqlite_master"):
+                missing.discard(name)
                 if (
                     kind not in ("table", "index", "trigger")
                     or table not in _TABLES
                     or (kind == "table" and name != table)
                 ):
                     raise RefusedRowError(f"the database has the {kind} {name!r}")
+            if missing:
+                raise DamagedIndexError(f"it has no table {min(missing)}")
+            missing = {*METADATA, *_SETTINGS}
             for key, value in database.execute("SELECT key, value FROM Settings"):
+                missing.discard(key)
                 if key not in METADATA and (key not in _SETTINGS or value != _SETTINGS[key]):
                     raise RefusedRowError(f"the database has the setting {key!r} = {value!r}")
+            if missing:
+                raise DamagedIndexError(f"it has no setting {min(missing)}")
             database.execute("BEGIN IMMEDIATE")
             database.execute("ROLLBACK")
         finally:
@@ -151,10 +180,68 @@ class Index:
 
     def _write(self, action: Callable[[diskcache.Cache], object]) -> None:
         try:
-            with self._lock, self._open() as cache:
-                action(cache)
+            with self._lock, self._only_writer():
+                damage = self._attempt(action)
+                if damage is not None:  # the failed attempt's connection is closed by now
+                    self._discard(damage)
+                    with self._open() as cache:
+                        action(cache)
+        except RefusedRowError as error:
+            level = logging.INFO if self._warned else logging.WARNING
+            self._warned = True
+            log.log(
+                level, "index %s: %s, so it is not used; remove that folder, and it is made anew", self.folder, error
+            )
         except Exception as error:
             log.info("index %s: %s; statistics of this build are lost", self.folder, error)
+
+    def _attempt(self, action: Callable[[diskcache.Cache], object]) -> str | None:
+        """Do something with the index; None, or what is wrong with the database if that kept it from being done."""
+        try:
+            with self._open() as cache:
+                action(cache)
+        except (sqlite3.Error, DamagedIndexError, UnicodeError) as error:  # the last, of a name in SQLite's message
+            if isinstance(error, sqlite3.Error) and any(words in str(error) for words in _NOT_DAMAGE):
+                raise
+            return str(error)
+        return None
+
+    def _discard(self, damage: str) -> None:
+        """Remove the database. Its files are regular ones, and of the names that the index uses."""
+        self._examine_folder()
+        try:
+            for name in sorted(_FILES):
+                (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise RefusedRowError(f"{damage}, and it cannot be made anew ({error.strerror})") from error
+        log.warning("index %s: %s; it is made anew, and the statistics in it are lost", self.folder, damage)
+
+    @contextlib.contextmanager
+    def _only_writer(self) -> Iterator[None]:
+        """Keep other writers out, so that none takes a database for half made that another is making.
+
+        Raises:
+            BlockingIOError: another one has the index for longer than a moment.
+            RefusedRowError: it is no folder of the layer.
+        """
+        self._examine_place()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            deadline = time.monotonic() + WAIT_SECONDS
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_POLL_SECONDS)
+                except OSError:  # a file system without locks of folders
+                    break
+            yield
+        finally:
+            os.close(descriptor)
 
     def _read(self, key: str) -> dict[str, Any] | None:
         try:

@@ -84,7 +84,7 @@ class Layer:
         except (FileNotFoundError, NotADirectoryError):
             if path.is_symlink():
                 self._note(path, "it is a link that leads nowhere")
-            self._examine()
+            self._missed(path.parent)
             return None
         except OSError as error:
             self._note(path, f"it cannot be read ({error.strerror})")
@@ -121,10 +121,18 @@ class Layer:
         try:
             return os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
-            self._examine()
+            self._missed(folder)
         except OSError as error:
             self._note(folder, f"it cannot be listed ({error.strerror})")
         return []
+
+    def _missed(self, folder: Path) -> None:
+        """After a miss: note what lies in the place of a plan's folder, or else that there is no layer here at all."""
+        if folder.parent.name != PLANS or not os.path.lexists(folder) or os.path.isdir(folder):
+            self._examine()
+            return
+        self._note(folder, "it is not a folder" if os.path.exists(folder) else "it is a link that leads nowhere")
+        self._set_aside(folder)
 
     def _examine(self) -> None:
         """After a miss, once: note it if there is no layer here at all. A writable layer need not exist yet."""
@@ -153,7 +161,7 @@ class Layer:
         """Called after a hit; a read-only layer keeps no record of use."""
 
     def _set_aside(self, path: Path) -> None:
-        """Called for a damaged file; a read-only layer leaves it where it is."""
+        """Called for a damaged file, or one in the place of a plan's folder; a read-only layer leaves it there."""
 
 
 class SearchPath:

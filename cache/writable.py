@@ -21,15 +21,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsa_planner.cache.layer import PLANS, Entry, Layer
+from dsa_planner.cache.layer import PLANS, Entry, Layer, read_bounded
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.errors import CacheError
+from dsa_planner.errors import CacheError, PlanFileError, remedy_of
 
 __all__ = ["Published", "RecordingLayer", "WritableLayer"]
 
-_CACHEDIR_TAG = (
-    b"Signature: 8a477f597d28d172789f06886806bc55\n# Compiled GPU kernel plans of dsa-planner; safe to delete.\n"
-)
+_TAG_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55"
+_CACHEDIR_TAG = _TAG_SIGNATURE + b"\n# Compiled GPU kernel plans of dsa-planner; safe to delete.\n"
 log = logging.getLogger("dsa_planner.cache")
 _RENAME_ATTEMPTS = 8
 LOCK_SECONDS = 10
@@ -84,13 +83,9 @@ class WritableLayer(RecordingLayer):
         with self._errors("write", target):
             self._create()
             self._require_room(plan, len(data), [path for path in keep if path != target])
-            temporary = self.root / "tmp" / f"{plan.plan_id[:16]}.{os.getpid()}.{secrets.token_hex(8)}"
-            try:
+            with self._temporary(plan.plan_id[:16]) as temporary:
                 used_ns = _write_synced(temporary, data)
                 _rename_into(temporary, target)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
         entry = Entry(plan.plan_id, plan.build_id, target, len(data), used_ns)
         try:
             return Published(entry, tuple(self.evict(self.limit_bytes, {*keep, target})))
@@ -111,7 +106,7 @@ class WritableLayer(RecordingLayer):
         if sum(entry.bytes for entry in self.entries()) <= limit_bytes:
             return []
         removed: list[Entry] = []
-        with self._errors("evict from", self.root), contextlib.nullcontext() if dry_run else self._lock():
+        with self._errors("lock", self.root / "lock"), contextlib.nullcontext() if dry_run else self._lock():
             entries = sorted(self.entries(), key=lambda entry: (entry.used_ns, str(entry.path)))
             excess = sum(entry.bytes for entry in entries) - limit_bytes
             for entry in entries:
@@ -171,9 +166,30 @@ class WritableLayer(RecordingLayer):
     def _create(self) -> None:
         (self.root / "tmp").mkdir(parents=True, exist_ok=True)
         (self.root / PLANS).mkdir(exist_ok=True)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Have a CACHEDIR.TAG that backup programs know, best effort: no plan depends on it.
+
+        A tag that begins as it must is left alone, whatever follows; what a full disk cut short is replaced.
+        """
         tag = self.root / "CACHEDIR.TAG"
-        if not tag.exists():
-            tag.write_bytes(_CACHEDIR_TAG)
+        with contextlib.suppress(OSError, PlanFileError):
+            if read_bounded(tag).startswith(_TAG_SIGNATURE):
+                return
+        with contextlib.suppress(OSError), self._temporary(tag.name) as temporary:
+            _write_synced(temporary, _CACHEDIR_TAG)
+            os.replace(temporary, tag)
+
+    @contextlib.contextmanager
+    def _temporary(self, name: str) -> Iterator[Path]:
+        """A path in the layer for a file that is to be renamed; whatever is still there in the end is removed."""
+        path = self.root / "tmp" / f"{name}.{os.getpid()}.{secrets.token_hex(8)}"
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _set_aside(self, path: Path) -> None:
         """Move a damaged file out of the way, so that the plan can be built again."""
@@ -210,11 +226,17 @@ class WritableLayer(RecordingLayer):
         """Turn an OSError into a CacheError that names the place, the cause and the way out."""
         try:
             yield
+        except FileExistsError as error:  # something else lies where a folder is to be made
+            raise CacheError(
+                f"cannot {action} {path}",
+                f"{error.filename} is not a folder",
+                "remove it, or set DSA_PLAN_CACHE_DIR to another folder",
+            ) from error
         except OSError as error:
             remedy = {
                 errno.ENOSPC: "free some space or set DSA_PLAN_CACHE_DIR to another folder",
                 errno.EDQUOT: "free some of the quota or set DSA_PLAN_CACHE_DIR to another folder",
-            }.get(error.errno or 0, "set DSA_PLAN_CACHE_DIR to a folder that can be written")
+            }.get(error.errno or 0, remedy_of(error, "set DSA_PLAN_CACHE_DIR to a folder that can be written"))
             raise CacheError(f"cannot {action} {path}", f"{error.strerror or error}", remedy) from error
 
 

@@ -10,9 +10,10 @@ Exit codes:
 1      a plan failed to compile, or the answer could not be written
 2      the request is wrong: usage, or outside the support envelope
 3      there is no such plan
-4      the compiler is not installed
+4      the compiler, or what verifies plans, is not installed
 5      a layer cannot be read or written, is damaged, or does not hold what was built
 6      the GPU or its driver is missing, or is another one
+7      a plan failed its verification
 130    interrupted; 128 + N: ended by signal N
 =====  ===========================================================================
 
@@ -44,10 +45,12 @@ app = typer.Typer(
 )
 
 _CACHE_EXIT = 5
+_VERIFY_EXIT = 7
 _EXIT_CODES: tuple[tuple[type[errors.DsaPlannerError], int], ...] = (
     (errors.UnsupportedError, 2),
     (errors.PlanNotFoundError, 3),
     (errors.CompilerMissingError, 4),
+    (errors.VerifierMissingError, 4),
     (errors.CompileError, 1),
     (errors.CacheError, _CACHE_EXIT),
     (errors.PlanFileError, _CACHE_EXIT),
@@ -190,6 +193,50 @@ def show(
 
 
 @app.command()
+def verify(
+    plans: Annotated[
+        list[str] | None, typer.Argument(metavar="[PLAN]...", help="Plan ids, or beginnings of them; all by default.")
+    ] = None,
+    topk: Annotated[str | None, typer.Option("--topk", help="Only plans of these values of topk.")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="Only plans of these backends.")] = None,
+    arch: Annotated[str | None, typer.Option("--arch", help="Only plans of these arches.")] = None,
+    schedules: Annotated[
+        str, typer.Option("--schedules", help="inorder, random:SEED and late:SEED, separated by commas.")
+    ] = "inorder,random:1,late:1",
+    rows: Annotated[str, typer.Option("--rows", help="Queries of the largest case.")] = "12",
+    seed: Annotated[str, typer.Option("--seed", help="Seed of the inputs.")] = "0",
+    ptx: Annotated[
+        Path | None, typer.Option("--ptx", help="Execute this PTX in place of that of the plan, which is one.")
+    ] = None,
+    device: Annotated[bool, typer.Option("--device", help="Also run the cases on the GPU at hand.")] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Also compile again and compare digests.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Count instructions and bytes, by warp.")] = False,
+    jobs: Annotated[str | None, typer.Option("--jobs", "-j", help="Runs at a time.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Prove plans without a GPU: execute their PTX under adversarial schedules and compare with the oracle.
+
+    Exit code 7 if a run differs from the oracle or breaks a rule of the memory model. Needs the extra 'verify'.
+    """
+    from dsa_planner import verify as verifier
+    from dsa_planner.cli import proof, request
+    from dsa_planner.locate import search_path
+    from dsa_planner.settings import Settings
+
+    verifier.require_verifier()
+    settings = Settings.from_environment()
+    chosen = request.chosen_plans(search_path(settings), plans or [], topk, backend, arch)
+    if ptx is not None:
+        chosen = [verifier.with_ptx(request.only_plan(chosen, "--ptx"), request.content("--ptx", ptx))]
+    wanted = [verifier.parse_schedule(word) for word in request.words("--schedules", schedules)]
+    cases = verifier.default_cases(request.integer("--rows", rows, 12, 1), request.integer("--seed", seed, 0, 0))
+    at_once = None if jobs is None else request.integer("--jobs", jobs, 4, 1)
+    passed = proof.run(chosen, cases, wanted, device, rebuild, profile, at_once, json, settings)
+    if not passed:
+        raise typer.Exit(_VERIFY_EXIT)
+
+
+@app.command()
 def explain(
     topk: Annotated[str | None, typer.Option("--topk", help="Selected keys of a query; one value.")] = None,
     backend: BackendOption = None,
@@ -214,7 +261,10 @@ def explain(
         for name, text, example in (("topk", topk, 1024), ("heads", heads, 64), ("head_dim", head_dim, 128))
         if text is not None
     }
-    given |= {name: text for name, text in (("backend", backend), ("arch", arch), ("d_weights", d_weights)) if text}
+    for name, text in (("backend", backend), ("arch", arch), ("d_weights", d_weights)):
+        if text is not None:
+            request.words("--" + name.replace("_", "-"), text)  # refuses an empty one
+            given[name] = text
     if deterministic:
         given["deterministic"] = True
     if not given:
@@ -252,7 +302,8 @@ def _run() -> int:
         if isinstance(error, BrokenPipeError):  # the reader has all that it wants; click sees it so too
             return 1
         place = "standard output" if error.filename is None else str(error.filename)
-        _complain(f"cannot use {place}: {error.strerror or error}; mend that, or name another place")
+        remedy = errors.remedy_of(error, "mend that, or name another place")
+        _complain(f"cannot use {place}: {error.strerror or error}; {remedy}")
         return 1
 
 

@@ -20,7 +20,7 @@ from dsa_planner.cache.index import Index
 from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cli.request import NotAvailable, Verdict
-from dsa_planner.errors import CacheError, UnsupportedError
+from dsa_planner.errors import CacheError, UnsupportedError, remedy_of
 from dsa_planner.identity import plan_id_of
 from dsa_planner.planner import Outcome, Planner
 
@@ -28,15 +28,16 @@ SHORT = 12  # digits of an id in a table
 _WIDTH = 10_000  # columns: a line that is too long for the terminal wraps there, and nothing is cut
 
 
-def _console() -> Console:
-    return Console(width=_WIDTH, highlight=False, markup=False, emoji=False)
+def console(stderr: bool = False) -> Console:
+    """Where answers (or, on standard error, progress) are printed, as they are."""
+    return Console(width=None if stderr else _WIDTH, highlight=False, markup=False, emoji=False, stderr=stderr)
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     print(json_module.dumps(value, indent=2))
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
@@ -46,7 +47,7 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 @contextmanager
 def progress(total: int, enabled: bool) -> Iterator[Callable[[Outcome], None]]:
     """A progress bar on standard error, where that is a terminal."""
-    console = Console(stderr=True, markup=False, emoji=False)
+    out = console(stderr=True)
     columns = (
         TextColumn("compiling"),
         BarColumn(),
@@ -54,7 +55,7 @@ def progress(total: int, enabled: bool) -> Iterator[Callable[[Outcome], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
+    with Progress(*columns, console=out, transient=True, disable=not (enabled and out.is_terminal)) as bar:
         task = bar.add_task("", total=total)
 
         def advance(outcome: Outcome) -> None:
@@ -93,28 +94,28 @@ def outcomes(found: Sequence[Outcome], not_available: Sequence[NotAvailable], pl
             for o in found
         ]
         rest = [{"backend": n.backend, "arch": n.arch, "reason": n.reason} for n in not_available]
-        _print_json({"plans": rows, "not_available": rest, "counts": counts})
+        print_json({"plans": rows, "not_available": rest, "counts": counts})
         return
-    table = _table(
+    grid = table(
         "plan", "backend", "arch", "topk", "d_weights", "registers", "spills", "shared", "bytes", "seconds", "status",
         right=("topk", "registers", "spills", "shared", "bytes", "seconds"),
     )  # fmt: skip
     for o in found:
         used = {name: str(value) for name, value in resources(o.plan).items()} if o.plan else {}
-        table.add_row(
+        grid.add_row(
             o.plan_id[:SHORT], o.config["backend"], o.config["arch"], str(o.config["topk"]), o.config["d_weights"],
             used.get("registers", "-"), used.get("spill_bytes", "-"), used.get("shared_bytes", "-"),
             str(o.bytes) if o.bytes else "-", f"{o.seconds:.1f}" if o.seconds else "-", o.status,
         )  # fmt: skip
     for n in not_available:
-        table.add_row("-", n.backend, n.arch, *["-"] * 7, n.reason)
-    console = _console()
-    console.print(table)
+        grid.add_row("-", n.backend, n.arch, *["-"] * 7, n.reason)
+    out = console()
+    out.print(grid)
     words = [f"{count} {status}" for status, count in counts.items() if count]
     if not_available:
         words.append(f"{len(not_available)} not available")
     place = f"layer {planner.writable.root}" if planner.writable is not None else "no writable layer"
-    console.print(f"{', '.join(words)}; {place}")
+    out.print(f"{', '.join(words)}; {place}")
 
 
 def listing(search: SearchPath, json: bool) -> None:
@@ -125,7 +126,7 @@ def listing(search: SearchPath, json: bool) -> None:
             plan = layer.read(entry.plan_id, entry.build_id, record_use=False)
             rows.append((layer, entry, plan))
     if json:
-        _print_json(
+        print_json(
             [
                 {
                     "plan_id": entry.plan_id,
@@ -142,7 +143,7 @@ def listing(search: SearchPath, json: bool) -> None:
             ]
         )
         return
-    table = _table(
+    grid = table(
         "plan",
         "build",
         "backend",
@@ -158,20 +159,20 @@ def listing(search: SearchPath, json: bool) -> None:
     now = time.time()
     for layer, entry, plan in rows:
         config = plan.config if plan else {}
-        table.add_row(
+        grid.add_row(
             entry.plan_id[:SHORT], entry.build_id[:SHORT],
             *(str(config.get(name, "?")) for name in ("backend", "arch", "topk", "d_weights")),
             str(entry.bytes), _age(now - entry.used_ns / 1e9), str(layer.root),
             "intact" if plan else layer.damaged.get(entry.path, "gone"),
         )  # fmt: skip
-    console = _console()
+    out = console()
     if rows:
-        console.print(table)
+        out.print(grid)
     intact = sum(plan is not None for _, _, plan in rows)
     words = [f"{intact} plan{'' if intact == 1 else 's'}"]
     if intact < len(rows):
         words.append(f"{len(rows) - intact} damaged")
-    console.print(f"{', '.join(words)} in {search.describe()}")
+    out.print(f"{', '.join(words)} in {search.describe()}")
 
 
 def plan(found: PlanFile, layer: Layer, json: bool) -> None:
@@ -179,12 +180,10 @@ def plan(found: PlanFile, layer: Layer, json: bool) -> None:
     noted = Index(layer.root / "index").build(found.plan_id, found.build_id) if layer.writable else None
     seconds = noted.get("seconds") if noted else None
     if json:
-        _print_json(
-            {"plan_id": found.plan_id, "layer": str(layer.root), "seconds": seconds, "manifest": found.manifest}
-        )
+        print_json({"plan_id": found.plan_id, "layer": str(layer.root), "seconds": seconds, "manifest": found.manifest})
         return
-    console = _console()
-    facts = _table("", "")
+    out = console()
+    facts = table("", "")
     facts.show_header = False
     facts.add_row("plan", found.plan_id)
     facts.add_row("build", found.build_id)
@@ -196,8 +195,8 @@ def plan(found: PlanFile, layer: Layer, json: bool) -> None:
     facts.add_row("compiler", ", ".join(f"{name} {version}" for name, version in packages.items()))
     facts.add_row("compiled in", "unknown" if seconds is None else f"{seconds} s")
     facts.add_row("sections", ", ".join(f"{name} {len(data)} bytes" for name, data in found.sections.items()))
-    console.print(facts)
-    console.print()
+    out.print(facts)
+    out.print()
     names = (
         "registers",
         "stack_bytes",
@@ -206,14 +205,14 @@ def plan(found: PlanFile, layer: Layer, json: bool) -> None:
         "static_shared_bytes",
         "dynamic_shared_bytes",
     )
-    table = _table(
+    grid = table(
         "kernel", "registers", "stack", "spill stores", "spill loads", "static shared", "dynamic shared", "symbol"
     )
-    for column in table.columns[1:7]:
+    for column in grid.columns[1:7]:
         column.justify = "right"
     for kernel in found.manifest["kernels"]:
-        table.add_row(kernel["name"], *(str(kernel[name]) for name in names), kernel["symbol"])
-    console.print(table)
+        grid.add_row(kernel["name"], *(str(kernel[name]) for name in names), kernel["symbol"])
+    out.print(grid)
 
 
 def section(data: bytes, output: Path | None) -> None:
@@ -240,7 +239,8 @@ def section(data: bytes, output: Path | None) -> None:
         temporary.write_bytes(data)
         temporary.replace(target)
     except OSError as error:
-        raise CacheError(f"cannot write {output}", str(error.strerror), "choose another --output") from None
+        remedy = remedy_of(error, "choose another --output")
+        raise CacheError(f"cannot write {output}", str(error.strerror), remedy) from None
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -250,12 +250,12 @@ def envelope_table(json: bool) -> None:
     """The support envelope."""
     rows = envelope.table()
     if json:
-        _print_json(rows)
+        print_json(rows)
         return
-    table = _table(*rows[0])
+    grid = table(*rows[0])
     for row in rows:
-        table.add_row(*row.values())
-    _console().print(table)
+        grid.add_row(*row.values())
+    console().print(grid)
 
 
 def verdicts(found: Sequence[Verdict], search: SearchPath, json: bool) -> None:
@@ -273,7 +273,7 @@ def verdicts(found: Sequence[Verdict], search: SearchPath, json: bool) -> None:
         for plan_id, hit in zip(plan_ids, hits, strict=True)
     ]
     if json:
-        _print_json(
+        print_json(
             [
                 {
                     "backend": v.backend,
@@ -288,15 +288,15 @@ def verdicts(found: Sequence[Verdict], search: SearchPath, json: bool) -> None:
             ]
         )
     else:
-        console = _console()
+        out = console()
         for v, plan_id, layer, failure in zip(found, plan_ids, layers, failures, strict=True):
             if v.config is not None:
                 fields = " ".join(f"{name}={envelope.describe([value])}" for name, value in v.config.items())
                 where = f"in {layer}" if layer else "not compiled yet"
                 where += f"; the last attempt failed: {failure}" if failure else ""
-                console.print(f"supported: {fields}; plan {plan_id}; {where}")
+                out.print(f"supported: {fields}; plan {plan_id}; {where}")
             else:
-                console.print(f"refused: {v.refusal}")
+                out.print(f"refused: {v.refusal}")
     refusals = [verdict.refusal for verdict in found if verdict.refusal is not None]
     if len(refusals) == len(found):
         raise refusals[0]

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dsa_planner import envelope
 from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.errors import PlanNotFoundError, UnsupportedError, shown
+from dsa_planner.errors import PlanFileError, PlanNotFoundError, UnsupportedError, shown
 
-__all__ = ["Matrix", "NotAvailable", "Verdict", "integer", "matrix", "plan_by_prefix", "verdicts"]
+__all__ = [
+    "Matrix",
+    "NotAvailable",
+    "Verdict",
+    "chosen_plans",
+    "content",
+    "integer",
+    "matrix",
+    "only_plan",
+    "plan_by_prefix",
+    "verdicts",
+    "words",
+]
+
+_LONGEST_NUMBER = 9  # digits
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,7 @@ def matrix(
     """
     topks = _topks(topk)
     backends, arches = _backends(backend), _arches(arch)
-    dtypes = _words("--d-weights", d_weights) if d_weights is not None else None
+    dtypes = words("--d-weights", d_weights) if d_weights is not None else None
     configs: dict[tuple[Any, ...], dict[str, Any]] = {}
     missing: list[NotAvailable] = []
     refusals: list[tuple[envelope.Support, UnsupportedError]] = []
@@ -134,25 +151,124 @@ def plan_by_prefix(search: SearchPath, prefix: str, build: str | None = None) ->
     """The one plan whose id begins so, in the best build or in the one whose id begins with ``build``.
 
     Raises:
+        UnsupportedError: a beginning of no digit.
         PlanNotFoundError: there is none, or several.
+        PlanFileError: there is one, and every file of it is damaged.
     """
-    entries = [entry for layer in search.layers for entry in layer.entries()]
-    plans = {entry.plan_id for entry in entries if entry.plan_id.startswith(prefix.lower())}
-    builds: set[str | None] = {None}
-    if build is not None:
-        builds = {e.build_id for e in entries if e.plan_id in plans and e.build_id.startswith(build.lower())}
+    for name, text in (("plan", prefix), ("--build", build)):
+        if text == "":
+            raise UnsupportedError(
+                f"{name} ''", "it needs one digit of an id at least", "give digits that dsa-plan list shows"
+            )
     what = f"plan {shown(prefix)}" if build is None else f"plan {shown(prefix)} of build {shown(build)}"
-    for kind, matches in (("plans", plans), ("builds", builds)):
-        if len(matches) > 1:
-            some = ", ".join(sorted(str(match)[:16] for match in matches)[:8])
-            raise PlanNotFoundError(what, f"{len(matches)} {kind} begin so ({some})", "give more digits")
-    found = search.find(plans.pop(), builds.pop()) if plans and builds else None
-    if found is None:
-        raise PlanNotFoundError(what, f"no intact plan in {search.describe()} begins so", "see dsa-plan list")
+    damaged: dict[Path, str] = {}
+    with _warnings_but_of(damaged):
+        entries = [entry for layer in search.layers for entry in layer.entries()]
+        plans = {entry.plan_id for entry in entries if entry.plan_id.startswith(prefix.lower())}
+        builds: set[str | None] = {None}
+        if build is not None:
+            builds = {e.build_id for e in entries if e.plan_id in plans and e.build_id.startswith(build.lower())}
+        for kind, matches in (("plans", plans), ("builds", builds)):
+            if len(matches) > 1:
+                some = ", ".join(sorted(str(match)[:16] for match in matches)[:8])
+                raise PlanNotFoundError(what, f"{len(matches)} {kind} begin so ({some})", "give more digits")
+        found = search.find(plans.pop(), builds.pop()) if plans and builds else None
+        if found is not None:
+            return found
+        damaged |= _damaged(search, prefix.lower(), (build or "").lower())
+    if damaged:
+        raise PlanFileError(
+            what,
+            " and ".join(f"{path} cannot be used ({reason})" for path, reason in damaged.items()),
+            "mend or delete it, and dsa-plan precompile builds the plan again",
+        )
+    if not search.layers:
+        raise PlanNotFoundError(what, "there is no layer to look in", "set DSA_PLAN_PATH or DSA_PLAN_CACHE_DIR")
+    raise PlanNotFoundError(what, f"no intact plan in {search.describe()} begins so", "see dsa-plan list")
+
+
+def _damaged(search: SearchPath, plan: str, build: str) -> dict[Path, str]:
+    """Of the plans and builds whose ids begin so: what could not be used, and why."""
+    found = {}
+    for layer in search.layers:
+        for path, reason in layer.damaged.items():
+            _, *ids = path.relative_to(layer.root).parts or ("",)  # the layer's own folders are no plan's
+            if ids and ids[0].startswith(plan) and ids[-1].startswith(build if len(ids) > 1 else ""):
+                found[path] = reason
     return found
 
 
-def integer(option: str, text: str, example: int, least: int = -(10**9)) -> int:
+def chosen_plans(
+    search: SearchPath, prefixes: Sequence[str], topk: str | None, backend: str | None, arch: str | None
+) -> list[PlanFile]:
+    """The plans whose ids begin so, or all of the layers, that the filters leave; each once, ordered by config.
+
+    Raises:
+        PlanNotFoundError: a prefix fits none or several, or nothing is left.
+        UnsupportedError: a filter names what there is not.
+    """
+    wanted = {"topk": _topks(topk) if topk is not None else (), "backend": _backends(backend), "arch": _arches(arch)}
+    if prefixes:
+        found = [plan_by_prefix(search, prefix)[0] for prefix in prefixes]
+    else:
+        ids = dict.fromkeys(entry.plan_id for layer in search.layers for entry in layer.entries())
+        found = [hit[0] for hit in map(search.find, ids) if hit is not None]
+    kept = {p.plan_id: p for p in found if all(not v or p.config.get(name) in v for name, v in wanted.items())}
+    if not kept:
+        what = " ".join(f"--{name} {','.join(map(str, values))}" for name, values in wanted.items() if values)
+        raise PlanNotFoundError(
+            f"plans{' of ' + what if what else ''}", f"there are none in {search.describe()}", "see dsa-plan list"
+        )
+    order = ("backend", "arch", "topk", "d_weights")
+    return sorted(kept.values(), key=lambda plan: tuple(plan.config[name] for name in order))
+
+
+def only_plan(plans: Sequence[PlanFile], option: str) -> PlanFile:
+    """The one plan of a list.
+
+    Raises:
+        UnsupportedError: there are several.
+    """
+    if len(plans) != 1:
+        raise UnsupportedError(f"{option} with {len(plans)} plans", "it is about one plan", "name a plan")
+    return plans[0]
+
+
+def content(option: str, path: Path) -> bytes:
+    """What a file holds that an option names.
+
+    Raises:
+        UnsupportedError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnsupportedError(
+            f"{option} {path}", f"it cannot be read ({error.strerror})", "name a file that can"
+        ) from None
+
+
+@contextmanager
+def _warnings_but_of(said: Container[Path]) -> Iterator[None]:
+    """Keep the layers' warnings back until it is known which of them an error says, and give the others then."""
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    log = logging.getLogger("dsa_planner.cache")
+    log.addFilter(hold)
+    try:
+        yield
+    finally:
+        log.removeFilter(hold)
+        for record in held:
+            if not (isinstance(record.args, tuple) and record.args[0] in said):
+                log.handle(record)
+
+
+def integer(option: str, text: str, example: int, least: int = -(10**_LONGEST_NUMBER)) -> int:
     """The whole number that an option has.
 
     Args:
@@ -161,12 +277,15 @@ def integer(option: str, text: str, example: int, least: int = -(10**9)) -> int:
         least: the smallest that it may be.
 
     Raises:
-        UnsupportedError: it is none, or below ``least``.
+        UnsupportedError: it is none, below ``least``, or too long.
     """
     digits = text.removeprefix("-")
-    if digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(text) >= least:
+    whole = digits.isascii() and digits.isdigit()
+    if whole and len(digits) <= _LONGEST_NUMBER and int(text) >= least:
         return int(text)
     bound = f" of at least {least}" if least > 0 else ""
+    if whole and len(digits) > _LONGEST_NUMBER:
+        bound += f"{' and' if bound else ' of'} at most {_LONGEST_NUMBER} digits"
     raise UnsupportedError(
         f"{option} {shown(text)}", f"it has to be a whole number{bound}", f"give for example {option} {example}"
     )
@@ -182,7 +301,7 @@ def _no_such_pair(backends: Sequence[str], arches: Sequence[str]) -> Unsupported
 
 def _backends(text: str | None) -> tuple[str, ...]:
     """The backends that the user named; none for no option."""
-    names = _words("--backend", text) if text is not None else ()
+    names = words("--backend", text) if text is not None else ()
     for name in names:
         envelope.rows_for(name)
     return names
@@ -190,25 +309,35 @@ def _backends(text: str | None) -> tuple[str, ...]:
 
 def _arches(text: str | None) -> tuple[str, ...]:
     """The arches that the user named; none for no option."""
-    names = _words("--arch", text) if text is not None else ()
+    names = words("--arch", text) if text is not None else ()
     for name in names:
         if name not in envelope.ARCHES:
             raise envelope.refusal("arch", name, "it is not an arch", tuple(envelope.ARCHES))
     return names
 
 
-def _words(option: str, text: str) -> tuple[str, ...]:
-    words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    if not all(words):
+def words(option: str, text: str) -> tuple[str, ...]:
+    """The entries of a list that an option has, each once.
+
+    Raises:
+        UnsupportedError: one of them is empty.
+    """
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if not all(found):
         raise UnsupportedError(
             f"{option} {shown(text)}",
             "it has to be a list separated by commas, without empty entries",
             "remove the extra comma, or the option",
         )
-    return words
+    return found
 
 
 def _topks(text: str) -> tuple[int, ...]:
-    if text == "all":
+    found = words("--topk", text)
+    if found == ("all",):
         return tuple(sorted({value for row in envelope.ENVELOPE for value in row.topk}))
-    return tuple(integer("--topk", word, 1024) for word in _words("--topk", text))
+    if "all" in found:
+        raise UnsupportedError(
+            f"--topk {shown(text)}", "'all' means every topk, so it stands alone", "give --topk all, or numbers only"
+        )
+    return tuple(integer("--topk", word, 1024) for word in found)

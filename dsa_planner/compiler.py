@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from typing import Any
 from dsa_planner import cubin as cubin_reader
 from dsa_planner import envelope, toolchain
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.errors import CompileError
+from dsa_planner.errors import CompileError, remedy_of
 from dsa_planner.identity import identity_of, kernel_of
 from dsa_planner.kernels import catalogue
 from dsa_planner.launch_record import PARAMETER_BYTES, LaunchRecord
@@ -34,6 +36,9 @@ __all__ = ["DEFAULT_TIMEOUT", "Compiled", "compile_plan"]
 
 DEFAULT_TIMEOUT = 300.0
 STOP_SECONDS = 0.2  # within which a compilation notices that it is to stop
+STALE_SECONDS = 24 * 3600  # after which a compilation's folder is one that a killed command left
+_PREFIX = "dsa-plan-"
+_SOURCES = "sources"
 _SCRUBBED_PREFIXES = ("CUTE_", "CUTLASS_", "PYTHONHASHSEED", "NVVM_", "MLIR_", "LLVM_")
 
 
@@ -70,23 +75,45 @@ def compile_plan(
     label = f"plan {config['backend']} {config['arch']} topk={config['topk']}"
     started = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(prefix="dsa-plan-", ignore_cleanup_errors=True) as name:
+        _remove_stale_folders()
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             _run_worker(kernel_of(config), identity, folder, timeout, stop or threading.Event(), label)
             cubin, ptx = (folder / "plan.cubin").read_bytes(), (folder / "plan.ptx").read_bytes()
     except OSError as error:
-        raise CompileError(
-            label, f"the compiler cannot be run ({error})", "free memory or disk space, or set TMPDIR to another folder"
-        ) from None
+        remedy = remedy_of(error, "free memory or disk space, or set TMPDIR to another folder")
+        raise CompileError(label, f"the compiler cannot be run ({error})", remedy) from None
     kernels = _checked_kernels(config, identity["launch"], cubin, ptx, label)
     build = {"id": tools.build_id, "packages": tools.packages}
     plan = PlanFile.build(identity, build, kernels, {"cubin": cubin, "ptx": ptx})
     return Compiled(plan, time.monotonic() - started)
 
 
+def _remove_stale_folders() -> None:
+    """Remove what killed commands of this user left beside the folder that is to be made, best effort.
+
+    The temporary folder is everybody's, so what goes must be named as ours are, and have in it what ours have.
+    """
+    own = re.compile(re.escape(_PREFIX) + "[a-z0-9_]{8}")  # as tempfile makes them
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if not own.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+                    continue
+                found = entry.stat(follow_symlinks=False)
+                old = time.time() - found.st_mtime > STALE_SECONDS
+                if old and found.st_uid == os.geteuid() and _package_in(Path(entry.path)).is_dir():
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _package_in(folder: Path) -> Path:
+    """Where a compilation's folder has the kernel sources."""
+    return folder / _SOURCES / "dsa_planner" / "kernels"
+
+
 def _write_sources(kernel: catalogue.Kernel, folder: Path) -> None:
     """A package ``dsa_planner.kernels`` with the kernel's sources and nothing else."""
-    package = folder / "dsa_planner" / "kernels"
+    package = _package_in(folder)
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package.parent / "__init__.py").touch()
@@ -103,10 +130,10 @@ def _run_worker(
     label: str,
 ) -> None:
     config = identity["config"]
-    _write_sources(kernel, folder / "sources")
+    _write_sources(kernel, folder)
     request = {
         "parent": os.getpid(),
-        "sys_path": [str(folder / "sources"), *(os.path.abspath(entry) for entry in sys.path)],
+        "sys_path": [str(folder / _SOURCES), *(os.path.abspath(entry) for entry in sys.path)],
         "module": kernel.module,
         "config": config,
         "options": identity["options"],

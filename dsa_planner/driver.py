@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 
 from dsa_planner.errors import DeviceMismatchError, DriverError
 
-__all__ = ["Device", "call", "cu", "device", "invoke", "name_of_failure"]
+__all__ = ["Device", "call", "cu", "device", "invoke", "name_of_failure", "start"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NO_DRIVER = "install the NVIDIA driver, or run this on a machine with a GPU"
@@ -101,7 +101,12 @@ def device(ordinal: int) -> Device:
     return found
 
 
-def _open(ordinal: int) -> Device:
+def start() -> None:
+    """Start the driver. It opens no device.
+
+    Raises:
+        DriverError: there is no driver or no GPU, or it refuses.
+    """
     try:
         status = cu.cuInit(0)
     except RuntimeError as error:  # cuda.bindings could not load libcuda
@@ -109,6 +114,10 @@ def _open(ordinal: int) -> Device:
     if status[0] in (cu.CUresult.CUDA_ERROR_NO_DEVICE, cu.CUresult.CUDA_ERROR_STUB_LIBRARY):
         raise DriverError("starting CUDA", f"there is no GPU ({name_of_failure(status[0])})", _NO_DRIVER)
     call("starting CUDA", status)
+
+
+def _open(ordinal: int) -> Device:
+    start()
     count = call("counting devices", cu.cuDeviceGetCount())
     if not 0 <= ordinal < count:
         raise DeviceMismatchError(

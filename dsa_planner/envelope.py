@@ -140,9 +140,16 @@ def plan_config(request: Mapping[str, Any]) -> dict[str, Any]:
     """The complete plan config that a request means: defaults filled in, every field checked, in field order.
 
     Raises:
-        UnsupportedError: an unknown field, or a value outside the envelope.
+        UnsupportedError: no mapping of fields, an unknown field, or a value outside the envelope.
     """
-    given = dict(request)
+    try:
+        given = dict(request)
+    except (TypeError, ValueError):
+        raise UnsupportedError(
+            f"plan config {shown(request)}",
+            "it is no mapping of config fields",
+            'give for example {"arch": "sm_90a", "topk": 1024}',
+        ) from None
     for name in given:
         if name not in PLAN_FIELDS:
             raise refusal("field", name, "a plan config has no such field", PLAN_FIELDS)
@@ -199,10 +206,13 @@ def require_built(row: Support, config: Mapping[str, Any] | None = None) -> str:
         and set(other.capabilities) & set(row.capabilities)
         and (config is None or _takes(other, config))
     ]
+    rule = "the envelope names it, and this version does not build it yet"
+    if not others:
+        rule += ", nor another backend that serves this request on these devices"
     raise UnsupportedError(
         f"backend {row.backend} for {row.arch}",
-        "the envelope names it, and this version does not build it yet",
-        f"use {' or '.join(others)}" if others else "no other backend serves this request on these devices yet",
+        rule,
+        f"use {' or '.join(others)}" if others else "see dsa-plan explain for what it builds",
     )
 
 

@@ -1,11 +1,18 @@
 """The errors that users see. Each says what was asked, which rule it broke, and what to do next.
 
-A leaf: it imports nothing, so that every part of the project can raise these.
+A leaf: it imports nothing of this project, so that every part of it can raise these.
 """
 
 from __future__ import annotations
 
+import errno
+
 _LONGEST = 120  # characters of a value
+_LIMITS = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (sysctl fs.file-max)",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+}
 
 
 class DsaPlannerError(Exception):
@@ -37,6 +44,14 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
+def remedy_of(error: OSError, otherwise: str) -> str:
+    """What to do about an error of the system: raise the limit that was met, or what the place calls for ``otherwise``.
+
+    Such limits have nothing to do with what was being read or written, so another place would not help.
+    """
+    return _LIMITS.get(error.errno or 0, otherwise)
+
+
 class UnsupportedError(DsaPlannerError, ValueError):
     """A request outside the support envelope: a wrong value, shape, dtype or stride."""
 
@@ -63,6 +78,10 @@ class CompileError(DsaPlannerError, RuntimeError):
 
 class CompilerMissingError(CompileError):
     """The compiler (nvidia-cutlass-dsl) is not installed."""
+
+
+class VerifierMissingError(DsaPlannerError, RuntimeError):
+    """What proves plans without a GPU (numpy, ziglang) is not installed, or does not work here."""
 
 
 class DriverError(DsaPlannerError, RuntimeError):

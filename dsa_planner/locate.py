@@ -39,8 +39,15 @@ def find_plan(config: Mapping[str, Any], settings: Settings | None = None) -> Pl
     command = f"dsa-plan precompile --backend {config['backend']} --arch {config['arch']} --topk {config['topk']}"
     if config["d_weights"] != "bf16":
         command += f" --d-weights {config['d_weights']}"
+    asked = f"plan {plan_id[:12]} ({', '.join(f'{name}={value}' for name, value in config.items())})"
+    if not layers.layers:
+        raise PlanNotFoundError(
+            asked,
+            "there is no layer to look in",
+            f"set DSA_PLAN_PATH or DSA_PLAN_CACHE_DIR, and run '{command}' where the compiler is installed",
+        )
     raise PlanNotFoundError(
-        f"plan {plan_id[:12]} ({', '.join(f'{name}={value}' for name, value in config.items())})",
+        asked,
         f"it is not in {layers.describe()}" + (f" (unusable: {'; '.join(damaged)})" if damaged else ""),
         f"run '{command}' where the compiler is installed, and add its layer to DSA_PLAN_PATH",
     )

@@ -11,7 +11,8 @@ import torch
 from dsa_planner import envelope, streams
 from dsa_planner.arguments import ArgumentCheck, dtype_name, require_tensor
 from dsa_planner.driver import device as open_device
-from dsa_planner.errors import DeviceMismatchError, PlanNotFoundError, UnsupportedError, shown
+from dsa_planner.driver import start as start_driver
+from dsa_planner.errors import DeviceMismatchError, DriverError, PlanNotFoundError, UnsupportedError, shown
 from dsa_planner.locate import find_plan
 from dsa_planner.plan import Plan
 
@@ -208,6 +209,7 @@ def _ordinal_of(device: Any) -> int:
 
     Raises:
         UnsupportedError: it is no CUDA device.
+        DriverError: it is torch's current one, and torch has none.
     """
     if type(device) is int:
         return device
@@ -219,7 +221,25 @@ def _ordinal_of(device: Any) -> int:
         raise UnsupportedError(
             f"device={shown(device)}", "it is no CUDA device", 'give its ordinal, or for example "cuda:0"'
         )
-    return torch.cuda.current_device() if named.index is None else named.index
+    return _current_ordinal(device) if named.index is None else named.index
+
+
+def _current_ordinal(device: Any) -> int:
+    """The ordinal of torch's current device, which ``device`` means.
+
+    Raises:
+        DriverError: torch has none.
+    """
+    try:
+        return torch.cuda.current_device()
+    except Exception as error:  # an AssertionError of a torch without CUDA; else a RuntimeError, or one of torch's own
+        start_driver()  # no driver or no GPU is the same to every caller, whatever torch says of it
+        reason = " ".join(str(error).split())
+        raise DriverError(
+            f"device={shown(device)}",
+            f"torch has no current CUDA device ({reason[:200]})",
+            "give the device's ordinal, or use a torch with CUDA",
+        ) from error
 
 
 def _first_row(request: Mapping[str, Any]) -> envelope.Support:

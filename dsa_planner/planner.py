@@ -80,7 +80,7 @@ class Planner:
             CompileError: the compiler is not the one that was installed; nothing was built.
             CacheError: a plan is missing and the writable layer is too, or cannot be written.
         """
-        complete = (envelope.plan_config(dict(config)) for config in configs)
+        complete = (envelope.plan_config(config) for config in configs)
         todo = {plan_id_of(config): config for config in complete}
         build_id = toolchain.installed().build_id
         search = self._layers_to_look_at() if dry_run else SearchPath(self.settings.read_only, self.writable)

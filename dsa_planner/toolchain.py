@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dsa_planner.cache.layer import version_key
-from dsa_planner.errors import CompileError, CompilerMissingError
+from dsa_planner.errors import CompileError, CompilerMissingError, remedy_of
 
 __all__ = ["MINIMUM", "WORKER", "Toolchain", "installed", "verify"]
 
@@ -96,7 +96,9 @@ def verify() -> None:
             with open(path, "rb") as file:
                 digest = hashlib.sha256(file.read()).digest()
         except OSError as error:
-            raise CompileError(f"compiler file {path}", f"it cannot be read ({error.strerror})", _REINSTALL) from None
+            raise CompileError(
+                f"compiler file {path}", f"it cannot be read ({error.strerror})", remedy_of(error, _REINSTALL)
+            ) from None
         if base64.urlsafe_b64encode(digest).decode().rstrip("=") != expected:
             raise CompileError(f"compiler file {path}", "it is not the one that was installed", _REINSTALL)
 

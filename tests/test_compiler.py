@@ -278,6 +278,46 @@ def test_a_compiler_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> N
     pytest.fail("the compiler outlives its parent")
 
 
+def test_folders_that_killed_commands_left_are_removed_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, object]
+) -> None:
+    temporary = tmp_path / "tmp"
+
+    def folder(name: str, age: float = compiler.STALE_SECONDS + 60) -> Path:
+        sources = temporary / name / "sources" / "dsa_planner" / "kernels"
+        sources.mkdir(parents=True)
+        (sources / "score_grad.py").touch()
+        os.utime(temporary / name, (time.time() - age,) * 2)
+        return temporary / name
+
+    gone = [folder("dsa-plan-abcd_123"), folder("dsa-plan-00000000")]
+    kept = [
+        folder("dsa-plan-young_00", age=compiler.STALE_SECONDS - 60), folder("dsa-plan-of-mine"), folder("my-abcd1234"),
+        folder("dsa-plan-abcd1234x"),
+    ]  # fmt: skip
+    notes = temporary / "dsa-plan-baseline"
+    notes.mkdir()
+    (notes / "results").touch()
+    os.utime(notes, (1, 1))
+    away = folder("away").rename(tmp_path / "away")
+    link = temporary / "dsa-plan-link0000"
+    link.symlink_to(away)
+    os.utime(link, (1, 1), follow_symlinks=False)
+    file = temporary / "dsa-plan-file0000"
+    file.touch()
+    os.utime(file, (1, 1))
+    kept += [notes, away, link, file]
+    if os.geteuid() == 0:
+        kept.append(folder("dsa-plan-foreign0"))
+        os.chown(kept[-1], 65534, 65534)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    stand_in(monkeypatch, tmp_path, "sys.exit('enough')")
+    assert "enough" in refused(config)
+    assert [path.name for path in gone if path.exists()] == []
+    assert [path.name for path in kept if not path.exists()] == []
+    assert len(list(temporary.iterdir())) == len(kept) - 1, "the one folder of this compilation is gone too"
+
+
 def test_no_temporary_folder_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, object]
 ) -> None:
@@ -286,6 +326,18 @@ def test_no_temporary_folder_is_one_line(
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     assert "the compiler cannot be run ([Errno 28] No space left on device); free memory or disk" in refused(config)
+
+
+def test_too_many_open_files_is_a_matter_of_the_limit(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
+) -> None:
+    def too_many(*arguments: object, **keywords: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    toolchain.verify()
+    monkeypatch.setattr(subprocess, "Popen", too_many)
+    message = "the compiler cannot be run ([Errno 24] Too many open files); raise the limit of open files (ulimit -n)"
+    assert refused(config).endswith(message)
 
 
 def test_two_kernels_for_one_entry_of_the_record_or_another_block_size_are_refused(

@@ -26,6 +26,16 @@ def test_a_value_that_cannot_be_printed_is_refused_all_the_same() -> None:
     assert "\n" not in refused({**GOOD, "arch": "a\nb\r\0"})
 
 
+@pytest.mark.parametrize("request_", ["sm_90a", ["sm_90a"], 7, None, [("arch",)], {"sm_90a"}])
+def test_what_is_no_mapping_is_refused_by_name(request_: object) -> None:
+    with pytest.raises(UnsupportedError) as error:
+        envelope.plan_config(request_)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        f"plan config {request_!r}: it is no mapping of config fields; "
+        'give for example {"arch": "sm_90a", "topk": 1024}'
+    )
+
+
 def test_defaults_are_filled_in_and_fields_ordered() -> None:
     assert envelope.plan_config(GOOD) == {
         "operator": "indexer_backward",
@@ -152,6 +162,14 @@ def test_the_table_names_what_is_not_built_yet_and_refuses_it_with_a_way_out() -
         if row.kernel is None:
             with pytest.raises(UnsupportedError, match=f"backend {row.backend} for {row.arch}: the envelope names it"):
                 envelope.require_built(row)
+    with pytest.raises(UnsupportedError) as error:
+        envelope.require_built(rows["default", "sm_100f"])
+    assert str(error.value) == (
+        "backend default for sm_100f: the envelope names it, and this version does not build it yet, nor another "
+        "backend that serves this request on these devices; see dsa-plan explain for what it builds"
+    )
+    with pytest.raises(UnsupportedError, match="does not build it yet; use default for sm_90a"):
+        envelope.require_built(rows["sm90_v2", "sm_90a"])
 
 
 def test_rows_are_unique_and_their_kernels_exist() -> None:

@@ -503,6 +503,45 @@ def test_a_loaded_plan_does_not_excuse_a_wrong_request(
         dsa_planner.load_plan(**{"topk": 128, **request_})
 
 
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda")])
+@pytest.mark.parametrize(
+    "said", [AssertionError("Torch not compiled with CUDA enabled"), RuntimeError("Found no NVIDIA driver\non it.")]
+)
+def test_a_current_device_that_torch_does_not_have_is_a_driver_error(
+    monkeypatch: pytest.MonkeyPatch, layer: Path, device: Any, said: Exception
+) -> None:
+    """A torch without CUDA, or one whose driver is missing. Without a GPU it is the same as for an ordinal."""
+
+    def current_device() -> int:
+        raise said
+
+    def refused(ordinal: Any) -> str:
+        with pytest.raises(dsa_planner.DriverError) as error:
+            dsa_planner.load_plan(128, device=ordinal)
+        return str(error.value)
+
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
+    fake_driver.install(monkeypatch, fake_driver.FakeDriver(devices=0))
+    assert refused(device) == refused(0)
+    fake_driver.install(monkeypatch, fake_driver.FakeDriver())
+    reason = str(said).replace("\n", " ")
+    assert refused(device) == (
+        f"device={device!r}: torch has no current CUDA device ({reason}); "
+        "give the device's ordinal, or use a torch with CUDA"
+    )
+
+
+def test_a_torch_that_has_no_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    from dsa_planner import driver
+
+    monkeypatch.setattr(driver, "_devices", {})
+    for device in ("cuda", torch.device("cuda")):
+        with pytest.raises(dsa_planner.DriverError, match=r"^(starting CUDA|device=)"):
+            dsa_planner.load_plan(128, device=device)
+
+
 def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:
     from dsa_planner import driver
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -80,6 +81,27 @@ def test_the_sdist_builds_the_same_wheel(source: Path, tmp_path: Path) -> None:
     (unpacked,) = tmp_path.iterdir()
     with zipfile.ZipFile(build(unpacked, "wheel")) as wheel:
         assert {name for name in wheel.namelist() if ".dist-info/" not in name} == tree()
+
+
+@pytest.mark.parametrize("target", ["precompile", "test", "lint"])
+@pytest.mark.parametrize("old", ["PYTHON", "VENV"])
+def test_make_says_which_python_is_needed(tmp_path: Path, target: str, old: str) -> None:
+    """Of the Python that would make the environment, and of one that an older one was made with."""
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    python = tmp_path / ("old" if old == "PYTHON" else "venv/bin/python")
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text('#!/bin/sh\ncase "$1" in --version) echo Python 3.9.2;; *) exit 1;; esac\n')
+    python.chmod(0o755)
+    used = python if old == "PYTHON" else sys.executable
+    out = subprocess.run(
+        ["make", "-s", target, f"PYTHON={used}", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert out.returncode == 2
+    line, _ = out.stderr.splitlines()  # the other is make's own
+    assert line == (
+        f"{python}, Python 3.9.2: Python 3.10 or newer is needed; make clean, then for example make PYTHON=python3.12"
+    )
 
 
 def test_the_links_lead_to_the_folders() -> None:

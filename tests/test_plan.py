@@ -348,6 +348,17 @@ def test_a_missing_plan_names_itself_the_layers_and_the_command(fake: fake_drive
     assert isinstance(error.value, LookupError)
 
 
+def test_no_layer_at_all_is_said_so(fake: fake_driver.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSA_PLAN_PATH", "")
+    monkeypatch.setenv("DSA_PLAN_CACHE_DIR", "none")
+    with pytest.raises(dsa_planner.PlanNotFoundError) as error:
+        dsa_planner.load_plan(256)
+    assert str(error.value).endswith(
+        ": there is no layer to look in; set DSA_PLAN_PATH or DSA_PLAN_CACHE_DIR, and run 'dsa-plan precompile "
+        "--backend default --arch sm_90a --topk 256' where the compiler is installed"
+    )
+
+
 def test_a_damaged_plan_is_a_missing_plan_with_the_reason(fake: fake_driver.FakeDriver, layer: Path) -> None:
     path = next(layer.rglob("*.dsaplan"))
     path.write_bytes(path.read_bytes()[:-1])

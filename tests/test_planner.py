@@ -204,6 +204,13 @@ def test_a_config_is_checked_and_completed(tmp_path: Path, stand_in: StandIn) ->
     assert stand_in.asked == [128]
 
 
+def test_a_config_that_is_no_mapping_is_refused_by_name(tmp_path: Path, stand_in: StandIn) -> None:
+    for configs, value in ((["sm_90a"], "'sm_90a'"), ([7], "7"), (config(128), "'operator'")):
+        with pytest.raises(UnsupportedError, match=f"^plan config {value}: it is no mapping of config fields; "):
+            Planner(settings(tmp_path)).precompile(configs)  # type: ignore[arg-type]
+    assert stand_in.asked == []
+
+
 def test_a_compiler_that_was_changed_is_an_error_before_anything_is_built(
     tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from dsa_planner.kernels.ptx.contract import contract
 from dsa_planner.kernels.ptx.parser import (
     Immediate,
     Instruction,
@@ -145,7 +146,8 @@ class _Decoder:
                         f"line {insn.source.line}: label {insn.target.name} is not known: {insn.source.text}"
                     )
                 insn.target = labels[insn.target.name]
-        return assemble(self.kernel, instructions, self.granules, self.shared_static)
+        leaders = {*labels.values(), *(n + 1 for n, insn in enumerate(instructions) if insn.op == "BRA")}
+        return assemble(self.kernel, contract(instructions, leaders), self.granules, self.shared_static)
 
 
 _Decode = Callable[[_Decoder, Instruction, list[str]], Any]
@@ -698,6 +700,9 @@ def _ld(d: _Decoder, i: Instruction, words: list[str]) -> Any:
             raise PtxError("a parameter is read by its name")
         offset = d.parameters[memory.base.name].offset + memory.offset
         size = _bits(_plain_type(words[-1])) // 8
+        end = max((parameter.offset + parameter.bytes for parameter in d.kernel.parameters), default=0)
+        if not 0 <= offset <= end - size * len(results):
+            raise PtxError("this lies outside the parameters")
         return Insn(
             "LD_PARAM",
             i,

@@ -17,7 +17,7 @@ import numpy
 from dsa_planner.kernels.ptx import build
 from dsa_planner.kernels.ptx.program import FIELDS, Program
 
-__all__ = ["Buffer", "Finding", "Machine", "Result", "Schedule", "TensorMap", "pack_parameters"]
+__all__ = ["Buffer", "Finding", "Machine", "Profile", "Result", "Schedule", "TensorMap", "pack_parameters", "profile"]
 
 _I32, _U32, _U64 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_uint64
 _MAX_FINDINGS = 256
@@ -36,7 +36,7 @@ class _Allocation(ctypes.Structure):
 class _Finding(ctypes.Structure):
     _fields_ = [
         ("kind", _I32), ("pc_before", _I32), ("pc_now", _I32), ("cta", _I32), ("warp", _I32), ("lane", _I32),
-        ("space", _I32), ("pad", _I32), ("address", _U64), ("count", _U64),
+        ("space", _I32), ("pad", _I32), ("address", _U64), ("count", _U64), ("state", ctypes.c_int64 * 3),
     ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ class _Machine(ctypes.Structure):
         ("instruction_limit", _U64), ("findings", _Finding * _MAX_FINDINGS), ("finding_count", _I32), ("fatal", _I32),
         ("executed", _U64), ("landed", _U64), ("bytes_read", _U64 * 4), ("bytes_written", _U64 * 4), ("macs", _U64),
         ("counts", _U64), ("progress", _U64), ("sequence", _U64), ("cta", _U64), ("starved_warp", _I32),
-        ("starve_left", _I32),
+        ("starve_left", _I32), ("stale", ctypes.c_uint8 * 4096),
     ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ _KINDS = (
     "race: read after write", "race: write after read", "race: write after write", "missing proxy fence",
     "read of memory never written", "access out of bounds", "misaligned access", "write to read-only memory",
     "mbarrier contract", "wgmma contract", "convergence", "barrier contract", "tensor memory contract", "deadlock",
-    "limit of the machine", "still in flight at the end", "descriptor", "tensor map", "registers",
+    "no end, or a limit of the machine", "still in flight at the end", "descriptor", "tensor map", "registers",
 )  # fmt: skip
 _SPACES = ("global", "shared", "generic", "tensor")
 _WAITS = ("", "an mbarrier", "a barrier", "a copy or mma group", "tcgen05", "tensor memory", "")
@@ -294,18 +294,50 @@ def _describe_finding(found: _Finding, program: Program) -> Finding:
 
     kind = _KINDS[found.kind]
     before = line(found.pc_before)
-    if kind == "deadlock":
-        before = f"waiting for {_WAITS[found.pc_before]}"
     where = f"CTA {found.cta}, warp {found.warp}"
     if found.lane >= 0:
         where += f", lane {found.lane}"
-    where += f", {_SPACES[found.space]} address {found.address:#x}"
+    if kind == "deadlock":
+        before = _wait(found)
+    else:
+        where += f", {_SPACES[found.space]} address {found.address:#x}"
     return Finding(kind, before, line(found.pc_now), where, int(found.count))
 
 
-def profile(program: Program, result: Result) -> Mapping[str, Any]:
-    """Executions of each opcode, for each warp."""
+def _wait(found: Any) -> str:
+    """What a warp waits for, and its state."""
+    what = _WAITS[found.pc_before]
+    if what == "an mbarrier":
+        phase, pending, transfer = found.state
+        to_come = f"{pending} arrivals and {transfer} bytes to come"
+        return f"waits for the mbarrier at {found.address:#x} (phase {phase}, {to_come})"
+    if what == "a barrier":
+        return f"waits for barrier {found.address} ({found.state[0]} of {found.state[1]} threads arrived)"
+    return f"waits for {what}"
+
+
+@dataclass
+class Profile:
+    """What one launch executed.
+
+    ``opcodes`` maps to counts by warp, summed over CTAs; ``bytes`` are by space and direction; ``macs`` are
+    multiply-adds of the tensor cores.
+    """
+
+    opcodes: Mapping[str, Any]
+    bytes: Mapping[str, int]
+    macs: int
+
+
+def profile(program: Program, result: Result) -> Profile:
+    """Executions of each opcode, and bytes moved."""
     totals: dict[str, Any] = {}
     for index, opcode in enumerate(program.opcodes):
         totals[opcode] = totals.get(opcode, 0) + result.counts[:, index]
-    return totals
+    moved = {
+        f"{space} {direction}": counts[space]
+        for direction, counts in (("read", result.bytes_read), ("written", result.bytes_written))
+        for space in ("global", "shared", "tensor")
+        if counts[space]
+    }
+    return Profile(totals, moved, result.macs)

@@ -13,7 +13,7 @@ import numpy
 from dsa_planner.kernels.ptx.parser import Instruction, Kernel, Register
 from dsa_planner.kernels.ptx.registers import Use, allocate, live_spans
 
-__all__ = ["FIELDS", "OPCODES", "REGISTER_WIDTHS", "Insn", "Program", "assemble"]
+__all__ = ["FIELDS", "OPCODES", "REGISTER_WIDTHS", "Insn", "Program", "assemble", "read", "written"]
 
 OPCODES = {
     name: number
@@ -179,29 +179,31 @@ class _Encoder:
 
     def touches(self, insn: Insn) -> int:
         """Where the instruction's registers that asynchronous instructions use are listed: writes, then reads."""
-        written = [self.operand(o) for o in _written(insn) if o.name not in self.predicates]
-        read = [self.operand(o) for o in _read(insn) if o.name not in self.predicates]
-        written, read = [s for s in written if s in self.pinned], [s for s in read if s in self.in_flight]
-        if not written and not read:
+        wrote = [self.operand(o) for o in written(insn) if o.name not in self.predicates]
+        reads = [self.operand(o) for o in read(insn) if o.name not in self.predicates]
+        wrote, reads = [s for s in wrote if s in self.pinned], [s for s in reads if s in self.in_flight]
+        if not wrote and not reads:
             return 0
         place = len(self.lists)
-        self.lists.extend([len(written), *written, len(read), *read])
+        self.lists.extend([len(wrote), *wrote, len(reads), *reads])
         return place
 
 
-def _written(insn: Insn) -> list[Register]:
+def written(insn: Insn) -> list[Register]:
+    """The registers that an instruction writes."""
     results = [insn.d0, insn.d1, *insn.list[: insn.list_is_written]]
     return [operand for operand in results if isinstance(operand, Register) and operand.name != "_"]
 
 
-def _read(insn: Insn) -> list[Register]:
+def read(insn: Insn) -> list[Register]:
+    """The registers that an instruction reads, but for its guard."""
     operands = [insn.s0, insn.s1, insn.s2, insn.s3, insn.predicate]
     operands += insn.list if insn.op == "WGMMA" else insn.list[insn.list_is_written :]
     return [operand for operand in operands if isinstance(operand, Register) and operand.name != "_"]
 
 
 def _use(index: int, insn: Insn) -> Use:
-    reads = {operand.name for operand in _read(insn)}
+    reads = {operand.name for operand in read(insn)}
     guard = insn.source.guard
     if guard is not None:
         reads.add(guard.name)
@@ -210,7 +212,7 @@ def _use(index: int, insn: Insn) -> Use:
         successors = (insn.target, index + 1) if guard else (insn.target,)
     elif insn.op == "RET" and not guard:
         successors = ()
-    return Use(frozenset(reads), frozenset(o.name for o in _written(insn)), guard is not None, successors)
+    return Use(frozenset(reads), frozenset(o.name for o in written(insn)), guard is not None, successors)
 
 
 def _async_registers(instructions: list[Insn]) -> tuple[set[str], set[str]]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import pickle
 import sqlite3
 import struct
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import diskcache
@@ -255,6 +261,153 @@ def test_damage_loses_statistics_and_raises_nothing(index: Index, content: bytes
     assert index.build(PLAN, BUILD) is None
     index.record_build(PLAN, BUILD, 1.0, 1)
     index.record_failure(PLAN, BUILD, "x")
+
+
+def half_made(path: Path) -> None:
+    """What a full disk leaves of a new database: a header and no table."""
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA journal_mode = wal")
+    database.close()
+    assert path.stat().st_size == 4096
+
+
+def without(statement: str) -> Callable[[Path], None]:
+    """A database that lacks something."""
+
+    def change(path: Path) -> None:
+        with sqlite3.connect(path) as database:
+            database.execute(statement)
+        database.close()
+
+    return change
+
+
+def overwrite(path: Path) -> None:
+    """The header stays, and the pages are gone."""
+    path.write_bytes(path.read_bytes()[:4096].ljust(path.stat().st_size, b"\xff"))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "half made": half_made,
+    "empty": Path.touch,
+    "no database": lambda path: path.write_bytes(b"not a database at all"),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:5000]),
+    "overwritten": overwrite,
+    "unreadable names": lambda path: path.write_bytes(path.read_bytes().replace(b"Settings", b"\xff" * 8)),
+    "no table of values": without("DROP TABLE Cache"),
+    "no table of settings": without("DROP TABLE Settings"),
+    "a table of other columns": without("ALTER TABLE Cache RENAME COLUMN value TO other"),
+    "a setting less": without("DELETE FROM Settings WHERE key = 'sqlite_journal_mode'"),
+    "a count less": without("DELETE FROM Settings WHERE key = 'count'"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_what_is_damaged_is_made_anew_by_the_next_writer_and_by_no_reader(
+    index: Index, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    path = index.folder / "cache.db"
+    if how in ("half made", "empty"):
+        path.unlink()
+    DAMAGE[how](path)
+    before = (path.stat().st_ino, path.stat().st_size)
+    reader = Index(index.folder)
+    assert reader.build(PLAN, "c" * 64) is None
+    assert reader.failure(PLAN) is None
+    assert (path.stat().st_ino, path.stat().st_size) == before
+    assert caplog.text == ""
+    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    assert index.build(PLAN, "c" * 64) == {"seconds": 1.0, "bytes": 1}
+    (warning,) = caplog.messages
+    assert warning.startswith(f"index {index.folder}: ")
+    assert warning.endswith("; it is made anew, and the statistics in it are lost")
+    assert {file.name for file in index.folder.iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm"}
+
+
+def test_a_database_that_a_full_disk_cut_short_is_no_longer_one_when_there_is_room(tmp_path: Path) -> None:
+    """A limit of the file's size is as good as a full disk: at every one of them SQLite stops somewhere else."""
+    script = (
+        "import resource, sys; from pathlib import Path; from dsa_planner.cache.index import Index\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))\n"
+        "Index(Path(sys.argv[1])).record_build('a' * 64, 'b' * 64, 1.0, 1)"
+    )
+    left = set()
+    for limit in range(0, 40_000, 4000):
+        folder = tmp_path / str(limit)
+        subprocess.run([sys.executable, "-c", script, str(folder), str(limit)], check=True)
+        left.add(sum(file.stat().st_size for file in folder.iterdir()))
+        Index(folder).record_build(PLAN, BUILD, 2.5, 1234)
+        assert Index(folder).build(PLAN, BUILD) == {"seconds": 2.5, "bytes": 1234}
+    assert len(left) > 2, "the limits left the same each time, so this test proves little"
+
+
+@pytest.mark.parametrize("name", ["cache.db-journal", "notes"])
+def test_what_is_refused_is_named_once_and_left_alone(
+    index: Index, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (index.folder / "cache.db").unlink()
+    half_made(index.folder / "cache.db")
+    (index.folder / name).write_text("foreign")
+    before = {path.name: path.read_bytes() for path in index.folder.iterdir()}
+    for _ in range(2):
+        index.record_build(PLAN, "c" * 64, 1.0, 1)
+    assert caplog.messages == [
+        f"index {index.folder}: {name!r} is not a file of the index, so it is not used; "
+        "remove that folder, and it is made anew"
+    ]
+    assert {path.name: path.read_bytes() for path in index.folder.iterdir()} == before
+
+
+def test_writers_in_several_processes_do_not_take_each_others_index_for_damaged(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from dsa_planner.cache import index\n"
+        "index.WAIT_SECONDS = 30.0; time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
+        "index.Index(Path(sys.argv[1])).record_build(sys.argv[3], 'b' * 64, 1.0, 1)"
+    )
+    names = [f"{n:064x}" for n in range(6)]
+    start = str(time.time() + 2)
+    writers = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "index"), start, name], stderr=subprocess.PIPE)
+        for name in names
+    ]
+    assert [writer.communicate()[1] for writer in writers] == [b""] * len(names)
+    assert all(Index(tmp_path / "index").build(name, BUILD) for name in names)
+
+
+def test_a_writer_waits_a_moment_for_another_and_no_longer(index: Index) -> None:
+    descriptor = os.open(index.folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    started = time.monotonic()
+    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    assert time.monotonic() - started < 5
+    assert index.build(PLAN, "c" * 64) is None
+    assert index.build(PLAN, BUILD) == {"seconds": 2.5, "bytes": 1234}
+    os.close(descriptor)
+    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    assert index.build(PLAN, "c" * 64) == {"seconds": 1.0, "bytes": 1}
+
+
+def test_a_file_system_without_locks_still_keeps_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    index = Index(tmp_path / "index")
+    index.record_build(PLAN, BUILD, 1.0, 1)
+    assert index.build(PLAN, BUILD) == {"seconds": 1.0, "bytes": 1}
+
+
+def test_damage_that_cannot_be_removed_is_named(
+    index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    (index.folder / "cache.db").write_bytes(b"not a database at all")
+    monkeypatch.setattr(Path, "unlink", unlink)
+    index.record_build(PLAN, BUILD, 1.0, 1)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"index {index.folder}: file is not a database, and it cannot be made anew (Permission ")
 
 
 def test_a_folder_that_cannot_be_used_raises_nothing(tmp_path: Path) -> None:

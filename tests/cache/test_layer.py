@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,33 @@ def test_a_damaged_file_is_skipped_named_and_left_in_a_read_only_layer(
     assert list(search.layers[0].damaged) == [path]
     assert REASONS.get(how, "") in search.layers[0].damaged[path]
     assert path.exists() or path.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Path.touch, "it is not a folder"),
+        (os.mkfifo, "it is not a folder"),
+        (lambda path: path.symlink_to("/nowhere"), "it is a link that leads nowhere"),
+    ],
+)
+def test_what_lies_in_the_place_of_a_plans_folder_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None], reason: str
+) -> None:
+    plan = small_plan()
+    folder = layer_with(tmp_path, small_plan(1)).path_of(plan.plan_id, plan.build_id).parent
+    make(folder)
+    for search in (
+        lambda layer: layer.find(plan.plan_id),
+        lambda layer: layer.read(plan.plan_id, plan.build_id),
+        lambda layer: [entry for entry in layer.entries() if entry.plan_id == plan.plan_id] or None,
+    ):
+        for layer in (Layer(tmp_path), RecordingLayer(tmp_path)):
+            caplog.clear()
+            assert search(layer) is None
+            assert layer.damaged == {folder: reason}
+            assert f"{folder}: {reason}; skipped" in caplog.text
+    assert os.path.lexists(folder)
 
 
 def test_a_link_that_leads_nowhere_is_among_the_entries(tmp_path: Path) -> None:

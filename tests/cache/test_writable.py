@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,40 @@ def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
     layer.publish(small_plan())
     layer.publish(small_plan())
     assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"Signature: 8a47", b"something else", None])
+def test_a_tag_that_a_full_disk_cut_short_is_replaced(tmp_path: Path, content: bytes | None) -> None:
+    layer, tag = WritableLayer(tmp_path, BIG), tmp_path / "CACHEDIR.TAG"
+    layer.publish(small_plan())
+    whole = tag.read_bytes()
+    tag.unlink()
+    if content is None:
+        tag.symlink_to(tmp_path / "nowhere")
+    else:
+        tag.write_bytes(content)
+    layer.prepare()
+    assert tag.read_bytes() == whole
+    tag.write_bytes(whole[:43] + b"\n# of somebody else\n")
+    layer.prepare()
+    assert tag.read_bytes().endswith(b"# of somebody else\n"), "a good tag is left alone"
+
+
+def test_a_tag_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, tag = WritableLayer(tmp_path, BIG), tmp_path / "CACHEDIR.TAG"
+
+    def full(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writable, "_write_synced", full)
+    layer.prepare()
+    assert not tag.exists()
+    assert os.listdir(tmp_path / "tmp") == []
+    monkeypatch.undo()
+    tag.mkdir()  # what cannot be replaced costs no plan
+    layer.publish(small_plan())
+    assert present(layer) == {0}
 
 
 def test_eviction_takes_the_least_recently_used_and_no_more_than_needed(tmp_path: Path) -> None:
@@ -199,6 +234,7 @@ def test_a_new_plans_folder_that_an_evictor_removes_at_once_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, plan = WritableLayer(tmp_path, BIG), small_plan()
+    layer.prepare()
     replace, removals = os.replace, 3
 
     def evictor_first(source: Path, target: Path) -> None:
@@ -221,9 +257,11 @@ def test_the_rename_reaches_the_disk_before_publish_returns(tmp_path: Path, monk
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", record)
     plan = small_plan()
-    published = WritableLayer(tmp_path, BIG).publish(plan)
+    layer = WritableLayer(tmp_path, BIG)
+    layer.prepare()
+    monkeypatch.setattr(os, "fsync", record)
+    published = layer.publish(plan)
     file, *folders = synced
     assert file.startswith(str(tmp_path / "tmp"))
     assert folders == [str(published.entry.path.parent), str(published.entry.path.parent.parent)]
@@ -327,6 +365,66 @@ def test_a_layer_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match=r"Not a directory|File exists"):
         WritableLayer(tmp_path / "file", BIG).publish(small_plan())
+
+
+@pytest.mark.parametrize("name", ["tmp", "plans-v1"])
+@pytest.mark.parametrize(
+    "make", [Path.touch, lambda path: path.symlink_to(path.with_name("nowhere"))], ids=["file", "link"]
+)
+def test_a_file_in_the_place_of_a_folder_of_the_layer_is_named(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / name)
+    layer = WritableLayer(tmp_path, BIG)
+    for action in (layer.prepare, lambda: layer.publish(small_plan())):
+        with pytest.raises(CacheError) as error:
+            action()
+        assert str(error.value).endswith(
+            f": {tmp_path / name} is not a folder; remove it, or set DSA_PLAN_CACHE_DIR to another folder"
+        )
+
+
+def test_a_folder_in_the_place_of_the_lock_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "lock").mkdir()
+    layer = WritableLayer(tmp_path, len(small_plan().encode()))
+    for number in (1, 2):
+        layer.publish(small_plan(number))
+    assert f"cannot lock {tmp_path / 'lock'}: Is a directory; " in caplog.text
+    assert present(layer) == {1, 2}
+
+
+def test_a_file_in_the_place_of_a_plans_folder_is_set_aside(tmp_path: Path) -> None:
+    layer, plan = WritableLayer(tmp_path, BIG), small_plan()
+    folder = layer.path_of(plan.plan_id, plan.build_id).parent
+    for find in (lambda: layer.find(plan.plan_id), lambda: layer.read(plan.plan_id, plan.build_id)):
+        folder.parent.mkdir(exist_ok=True)
+        folder.touch()
+        assert find() is None
+        assert layer.damaged == {folder: "it is not a folder"}
+        assert not folder.exists()
+    layer.publish(plan)
+    assert layer.find(plan.plan_id) == plan
+    assert len(os.listdir(tmp_path / "quarantine")) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EMFILE, "raise the limit of open files (ulimit -n)"),
+        (errno.ENFILE, "raise the system's limit of open files (sysctl fs.file-max)"),
+        (errno.EFBIG, "raise the limit of a file's size (ulimit -f)"),
+    ],
+)
+def test_a_limit_that_is_met_is_what_the_remedy_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(writable, "_write_synced", fail)
+    with pytest.raises(CacheError) as error:
+        WritableLayer(tmp_path, BIG).publish(small_plan())
+    assert str(error.value).endswith(f": {os.strerror(number)}; {remedy}")
 
 
 def _publish_many(root: str, seed: int) -> None:

@@ -12,47 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import ROOT, Command
 
 import dsa_planner
 from dsa_planner import envelope
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.writable import WritableLayer
-
-ROOT = Path(dsa_planner.__file__).resolve().parents[1]
-
-
-class Command:
-    """Runs dsa-plan with a home of its own."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.layer = home / "layer"
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "PYTHONPATH": str(ROOT),
-            "DSA_PLAN_CACHE_DIR": str(self.layer),
-        }
-
-    def __call__(self, *arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        out = subprocess.run(
-            [sys.executable, "-m", "dsa_planner.cli.main", *arguments],
-            env={**self.environment, **environment},
-            cwd=self.home,
-            capture_output=True,
-            text=True,
-        )
-        assert out.returncode == code, (out.returncode, out.stdout, out.stderr)
-        assert "Traceback" not in out.stderr
-        return out
-
-    def refused(self, *arguments: str, code: int, **environment: str) -> str:
-        """The one line that a refused command prints."""
-        out = self(*arguments, code=code, **environment)
-        assert out.stdout == ""
-        (line,) = out.stderr.splitlines()
-        assert line.startswith("dsa-plan: ")
-        return line.removeprefix("dsa-plan: ")
 
 
 @pytest.fixture
@@ -153,7 +118,16 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["--topk", ""], "--topk '': it has to be a list"),
     (["--topk", "-128"], "topk=-128: backend default for sm_90a takes topk"),
-    (["--topk", "9" * 5000], "--topk '" + "9" * 116 + "...: it has to be a whole number; "),
+    (["--topk", "9" * 5000], "--topk '" + "9" * 116 + "...: it has to be a whole number of at most 9 digits; "),
+    (["--topk", "99999999999"], "--topk '99999999999': it has to be a whole number of at most 9 digits; give for"),
+    (["--topk", "all,128"], "--topk 'all,128': 'all' means every topk, so it stands alone; give --topk all, or"),
+    (
+        ["--topk", "128", "--jobs", "9999999999"],
+        "--jobs '9999999999': it has to be a whole number of at least 1 and at",
+    ),
+    (["--topk", "128", "--arch", ""], "--arch '': it has to be a list separated by commas, without empty entries"),
+    (["--topk", "128", "--backend", ""], "--backend '': it has to be a list separated by commas, without empty"),
+    (["--topk", "128", "--d-weights", ""], "--d-weights '': it has to be a list separated by commas, without empty"),
     (["--topk", "\u0661"], "--topk '\u0661': it has to be a whole number"),
     (
         ["--topk", "128", "--jobs", "0"],
@@ -172,7 +146,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--topk", "128", "--backend", "default", "--deterministic"], "deterministic=True: backend default for sm_90a"),
     (
         ["--topk", "128", "--arch", "sm_100f"],
-        "backend default for sm_100f: the envelope names it, and this version does not",
+        "backend default for sm_100f: the envelope names it, and this version does not build it yet, nor another backend",
     ),
     (["--topk", "128", "--arch", "sm_90a,sm_100f"], "backend default for sm_100f: the envelope names it"),
     (["--topk", "128", "--backend", "sm100_v2"], "backend sm100_v2 for sm_100f: the envelope names it"),
@@ -199,9 +173,16 @@ def test_precompile_refuses_in_one_line_and_does_nothing(command: Command, argum
         (["precompile", "--topk", "128", "128"], "Got unexpected extra argument"),
         (["compile"], "No such command 'compile'"),
         (["show"], "Missing argument '"),
+        (["show", ""], "plan '': it needs one digit of an id at least; give digits that dsa-plan list shows"),
+        (["show", "0", "--build", ""], "--build '': it needs one digit of an id at least; give digits that dsa-plan"),
         (["show", "0", "--extract", "cubin", "--json"], "--extract cubin --json: a section is not JSON"),
         (["show", "0", "-o", "x"], "--output x: only --extract writes a file"),
         (["explain", "--heads", "64"], "explain without --topk: a request needs a topk"),
+        (["explain", "--arch", ""], "--arch '': it has to be a list separated by commas, without empty entries"),
+        (["explain", "--backend", ""], "--backend '': it has to be a list separated by commas, without empty"),
+        (["explain", "--d-weights", ""], "--d-weights '': it has to be a list separated by commas, without empty"),
+        (["explain", "--topk", "128", "--arch", ""], "--arch '': it has to be a list separated by commas, without"),
+        (["explain", "--topk", ""], "--topk '': it has to be a whole number"),
         (["explain", "--topk", "x"], "--topk 'x': it has to be a whole number"),
         (["explain", "--topk", "128", "--backend", "fast"], "backend='fast': it is not a backend"),
     ],
@@ -309,6 +290,22 @@ def test_list_shows_every_layer_and_what_is_wrong(filled: Command, compiled: Pla
     assert found[1]["config"]["topk"] == 128
 
 
+def test_a_file_in_the_place_of_a_plans_folder_is_exit_code_5_and_precompile_builds_the_plan(
+    filled: Command, compiled: PlanFile
+) -> None:
+    folder = next(filled.layer.rglob("*.dsaplan")).parent
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.touch()
+    out = filled("list", code=5)
+    assert out.stderr == f"dsa-plan: {folder}: it is not a folder; skipped\n"
+    assert folder.is_file()
+    out = filled("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert "1 built" in out.stdout
+    assert "1 plan " in filled("list").stdout
+
+
 def test_list_does_not_count_as_use(filled: Command) -> None:
     path = next(filled.layer.rglob("*.dsaplan"))
     os.utime(path, (1, 1))
@@ -337,6 +334,22 @@ def test_show_extracts_sections(filled: Command, compiled: PlanFile) -> None:
     assert sorted(path.name for path in filled.home.iterdir()) == ["layer", "plan.cubin"]
 
 
+def test_extracting_to_a_full_disk_leaves_what_was_there(filled: Command, compiled: PlanFile) -> None:
+    full = filled.home / "full"
+    full.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(full)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        (full / "old.ptx").write_text("old")
+        for name in ("old.ptx", "new.ptx"):
+            line = filled.refused("show", compiled.plan_id, "--extract", "ptx", "-o", f"full/{name}", code=5)
+            assert line == f"cannot write full/{name}: No space left on device; choose another --output"
+        assert {path.name: path.read_text() for path in full.iterdir()} == {"old.ptx": "old"}
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+
+
 def test_extracting_follows_a_link_and_never_replaces_a_pipe(filled: Command, compiled: PlanFile) -> None:
     (filled.home / "real").mkdir()
     (filled.home / "link").symlink_to("real/plan.ptx")
@@ -360,9 +373,61 @@ def test_show_of_an_ambiguous_prefix(filled: Command) -> None:
 
     for number in range(40):
         WritableLayer(filled.layer, 1 << 30).publish(small_plan(number))
-    line = filled.refused("show", "", code=3)
-    assert "41 plans begin so" in line
+    digits = [row["plan_id"][0] for row in json.loads(filled("list", "--json").stdout)]
+    often = max(digits, key=digits.count)  # 41 ids begin with 16 digits
+    line = filled.refused("show", often, code=3)
+    assert f"{digits.count(often)} plans begin so" in line
     assert line.endswith("give more digits")
+
+
+def test_show_of_a_damaged_plan_is_one_line_and_exit_code_5(filled: Command, compiled: PlanFile) -> None:
+    path = next(filled.layer.rglob("*.dsaplan"))
+    whole = path.read_bytes()
+    remedy = "mend or delete it, and dsa-plan precompile builds the plan again"
+    other = compiled.plan_id[:-1] + ("0" if compiled.plan_id[-1] != "0" else "1")
+    misnamed = path.parent.with_name(other) / path.name
+    for how in ("damaged", "misnamed", "not a folder"):
+        if how == "damaged":
+            path.write_bytes(whole[:-1])
+            place, plan, reason = path, compiled.plan_id, "its digest does not match its content, so it is damaged"
+        elif how == "misnamed":
+            path.write_bytes(whole)
+            path.parent.rename(misnamed.parent)
+            place, plan = misnamed, other
+            reason = f"it holds plan {compiled.plan_id}, not plan {other} as its name says"
+        else:
+            misnamed.parent.rename(filled.home / "away")
+            misnamed.parent.touch()
+            place, plan, reason = misnamed.parent, other, "it is not a folder"
+        for arguments in (["show", plan], ["show", plan.upper(), "--extract", "ptx"]):
+            line = filled.refused(*arguments, code=5)
+            assert line == f"plan {arguments[1]!r}: {place} cannot be used ({reason}); {remedy}"
+    filled("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert compiled.plan_id in filled("show", compiled.plan_id).stdout
+
+
+def test_show_warns_of_what_is_damaged_elsewhere(filled: Command, compiled: PlanFile) -> None:
+    image = filled.home / "image"
+    WritableLayer(image, 1 << 30).publish(compiled)
+    path = next(image.rglob("*.dsaplan"))
+    path.write_bytes(b"")
+    out = filled("show", compiled.plan_id, DSA_PLAN_PATH=str(image))
+    assert compiled.plan_id in out.stdout
+    assert out.stderr == f"dsa-plan: {path}: it has 0 bytes, too few for a plan file; skipped\n"
+    line = filled.refused(
+        "show", compiled.plan_id, "--build", compiled.build_id[:4],
+        code=5, DSA_PLAN_PATH=str(image), DSA_PLAN_CACHE_DIR="none",
+    )  # fmt: skip
+    assert line.startswith(f"plan {compiled.plan_id!r} of build {compiled.build_id[:4]!r}: {path} cannot be used (it ")
+
+
+def test_show_of_nothing_in_a_missing_layer_is_one_warning_and_one_error(command: Command) -> None:
+    missing = command.home / "missing"
+    warning, error = command("show", "ffff", code=3, DSA_PLAN_PATH=str(missing)).stderr.splitlines()
+    assert warning == f"dsa-plan: {missing}: there is no such folder; skipped"
+    assert error.startswith("dsa-plan: plan 'ffff': no intact plan in ")
+    line = command.refused("show", "ffff", code=3, DSA_PLAN_CACHE_DIR="none")
+    assert line == "plan 'ffff': there is no layer to look in; set DSA_PLAN_PATH or DSA_PLAN_CACHE_DIR"
 
 
 def test_explain_prints_the_whole_envelope(command: Command) -> None:
@@ -521,8 +586,23 @@ def test_the_planted_index_of_a_layer_does_no_harm(command: Command) -> None:
     (index / "cache.db").symlink_to(victim)
     out = command("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
     assert "1 built" in out.stdout
-    assert out.stderr == ""
+    assert out.stderr == (
+        f"dsa-plan: index {index}: 'cache.db' is not a file of the index, so it is not used; "
+        "remove that folder, and it is made anew\n"
+    )
     assert victim.read_text() == "precious"
+
+
+def test_an_index_that_a_full_disk_cut_short_is_made_anew_with_a_warning(command: Command) -> None:
+    index = command.layer / "index"
+    index.mkdir(parents=True)
+    (index / "cache.db").touch()
+    out = command("precompile", "--topk", "128", "--backend", "default", "--arch", "sm_90a")
+    assert out.stderr == (
+        f"dsa-plan: index {index}: it has no table Cache; it is made anew, and the statistics in it are lost\n"
+    )
+    (plan,) = json.loads(command("list", "--json").stdout)
+    assert json.loads(command("show", plan["plan_id"], "--json").stdout)["seconds"] > 0
 
 
 def test_a_terminated_precompile_ends_its_compilations_at_once(command: Command) -> None:

@@ -175,7 +175,7 @@ DEFINE_WIDE(S32, SIGNED_WIDE)
 
 /* --- floating point ----------------------------------------------------------------------------------------------- */
 
-enum { MOD_FTZ = 1, MOD_NAN = 2, MOD_RELU = 4, MOD_SAT = 8 };
+enum { MOD_FTZ = 1, MOD_NAN = 2, MOD_RELU = 4, MOD_SAT = 8, MOD_NEGATE_PRODUCT = 16, MOD_NEGATE_ADDEND = 32 };
 #define CANONICAL_NAN 0x7fffffffu
 
 static inline u32 in_(const Insn *i, u32 x) { return i->mod & MOD_FTZ ? flush(x) : x; }
@@ -189,7 +189,7 @@ static inline u32 out_(const Insn *i, float f) {
 DEFINE32(FADD, out_(i, A + B))
 DEFINE32(FSUB, out_(i, A - B))
 DEFINE32(FMUL, out_(i, A * B))
-DEFINE32(FFMA, out_(i, __builtin_fmaf(A, B, C)))
+DEFINE32(FFMA, out_(i, __builtin_fmaf(i->mod & MOD_NEGATE_PRODUCT ? -A : A, B, i->mod & MOD_NEGATE_ADDEND ? -C : C)))
 DEFINE32(FDIV, out_(i, A / B))
 DEFINE32(FRCP, out_(i, 1.0f / A))
 DEFINE32(FSQRT, out_(i, __builtin_sqrtf(A)))

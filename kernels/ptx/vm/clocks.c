@@ -1,7 +1,7 @@
 /* Findings, and what each lane and operation knows to have happened before it. */
 
 static void find(Machine *m, i32 kind, i32 before, i32 now, Cta *cta, i32 warp, i32 lane, i32 space, u64 address) {
-  for (i32 i = 0; i < m->finding_count; i++) {
+  for (i32 i = 0; i < m->finding_count && kind != FIND_DEADLOCK; i++) { /* a deadlock lists every warp */
     Finding *f = &m->findings[i];
     if (f->kind == kind && f->pc_before == before && f->pc_now == now) {
       f->count++;
@@ -10,7 +10,7 @@ static void find(Machine *m, i32 kind, i32 before, i32 now, Cta *cta, i32 warp, 
   }
   if (m->finding_count == MAX_FINDINGS) return;
   m->findings[m->finding_count++] =
-      (Finding){kind, before, now, cta ? cta->index : -1, warp, lane, space, 0, address, 1};
+      (Finding){kind, before, now, cta ? cta->index : -1, warp, lane, space, 0, address, 1, {0, 0, 0}};
   if (m->stop_on_finding) m->fatal = 1;
 }
 

@@ -95,7 +95,7 @@ typedef struct {
   struct Cta *cta;
   i32 index, wait, wait_id, slept;
   u32 wait_value, wait_pc;
-  u32 live, active, held, at_warp_barrier; /* lane masks */
+  u32 live, active, held, at_warp_barrier, napping; /* lane masks */
   u32 pc, lane_pc[32];
   u32 *registers, *predicates;
   u32 clock[32], fenced_clock[32];
@@ -138,6 +138,7 @@ typedef struct Cta {
 typedef struct {
   i32 kind, pc_before, pc_now, cta, warp, lane, space, pad;
   u64 address, count;
+  i64 state[3]; /* of what a warp waits for: phase, pending, bytes; or threads arrived, expected */
 } Finding;
 
 enum { FIND_RACE_RAW, FIND_RACE_WAR, FIND_RACE_WAW, FIND_FENCE, FIND_UNWRITTEN, FIND_BOUNDS, FIND_ALIGN, FIND_READONLY,
@@ -167,4 +168,5 @@ typedef struct Machine {
   u64 progress, sequence;
   struct Cta *cta;
   i32 starved_warp, starve_left;
+  u8 stale[4096]; /* what the async proxy reads where a fence is missing */
 } Machine;

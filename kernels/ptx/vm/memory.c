@@ -31,9 +31,11 @@ static void add_reader(const Actor *a, ReaderSet *set) {
   set->epochs[set->count++] = a->epoch;
 }
 
-/* A read of granules [first, last] whose shadow is at these arrays. */
-static void shadow_read(Machine *m, const Actor *a, u32 *written, u32 *written_pc, u32 *read, u32 *read_pc, u64 first,
-                        u64 last, i32 space, u64 address) {
+/* A read of granules [first, last] whose shadow is at these arrays. Returns whether the async proxy would have seen what
+   was there before. */
+static i32 shadow_read(Machine *m, const Actor *a, u32 *written, u32 *written_pc, u32 *read, u32 *read_pc, u64 first,
+                       u64 last, i32 space, u64 address) {
+  i32 stale = 0;
   for (u64 g = first; g <= last; g++) {
     u32 w = written[g];
     if (!w) {
@@ -42,6 +44,7 @@ static void shadow_read(Machine *m, const Actor *a, u32 *written, u32 *written_p
       find(m, FIND_RACE_RAW, WRITTEN_PC(written_pc[g]), a->pc, a->cta, a->warp, a->lane, space, address);
     } else if (a->async && !(written_pc[g] & ASYNC_WRITTEN) && !sees_through_async_proxy(a, w)) {
       find(m, FIND_FENCE, WRITTEN_PC(written_pc[g]), a->pc, a->cta, a->warp, a->lane, space, address);
+      stale = 1;
     }
     u32 r = read[g];
     if (r & READ_SHARED) {
@@ -57,6 +60,7 @@ static void shadow_read(Machine *m, const Actor *a, u32 *written, u32 *written_p
     }
     read_pc[g] = a->pc;
   }
+  return stale;
 }
 
 /* Atomics do not conflict with each other. */
@@ -100,10 +104,13 @@ static u8 *shared_at(Machine *m, const Actor *a, u32 address, u32 bytes, u32 ali
   if (m->detect) {
     Cta *c = a->cta;
     u64 first = address >> m->granule_shift, last = (address + bytes - 1) >> m->granule_shift;
-    if (access == ACCESS_READ)
-      shadow_read(m, a, c->written, c->written_pc, c->read, c->read_pc, first, last, SPACE_SHARED, address);
-    else
+    if (access != ACCESS_READ) {
       shadow_write(m, a, c->written, c->written_pc, c->read, c->read_pc, first, last, SPACE_SHARED, address, access);
+    } else if (shadow_read(m, a, c->written, c->written_pc, c->read, c->read_pc, first, last, SPACE_SHARED, address) &&
+               bytes <= sizeof m->stale) {
+      memset(m->stale, 0xff, bytes);
+      return m->stale;
+    }
     if (!a->async)
       for (u32 b = address >> 3; b <= (address + bytes - 1) >> 3; b++)
         if (c->mbarriers[b].valid)

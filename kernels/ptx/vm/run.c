@@ -185,11 +185,14 @@ static void land(Cta *cta, Async *op) {
 
 /* --- the interpreter ---------------------------------------------------------------------------------------------- */
 
-/* Lanes that run are those with the lowest pc among the lanes that are not held at an instruction that needs others. */
+/* Lanes that run are those with the lowest pc, but for lanes that are held at an instruction which needs others, and those
+   that nap after a wait that failed. */
 static i32 regroup(Warp *w) {
   Machine *m = w->cta->machine;
   LANES if (w->active >> l & 1) w->lane_pc[l] = w->pc;
-  u32 candidates = w->live & ~w->held & ~w->at_warp_barrier, best = FULL;
+  u32 awake = w->live & ~w->held & ~w->at_warp_barrier, best = FULL;
+  if (!(awake & ~w->napping)) w->napping = 0;
+  u32 candidates = awake & ~w->napping;
   if (!candidates) {
     i32 pc = w->live ? (i32)w->lane_pc[__builtin_ctz(w->live)] : -1;
     fatal(m, FIND_CONVERGENCE, -1, pc, w->cta, w->index, -1, 0, w->live);
@@ -199,6 +202,7 @@ static i32 regroup(Warp *w) {
   u32 group = 0;
   LANES if ((w->live & ~w->at_warp_barrier) >> l & 1) if (w->lane_pc[l] == best) group |= 1u << l;
   w->held &= ~group;
+  w->napping &= ~group;
   w->active = group;
   w->pc = best;
   return 1;
@@ -228,6 +232,7 @@ static void warp_barrier(Warp *w, u32 needed) {
 
 /* Run one warp for at most `quantum` instructions, or until it waits. */
 static void run_warp(Machine *m, Warp *w, i64 quantum) {
+  w->napping = 0;
   while (quantum-- > 0 && !m->fatal) {
     if (!w->active || (w->active != w->live)) {
       if (!w->live) break;
@@ -317,18 +322,13 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
         i32 spurious = m->policy && (i->mod & 8) && draw(m, 8) == 0;
         if (mbar_wait(w, i, mask, i->op == OP_MBAR_WAIT_TOKEN, spurious)) break;
         w->pc++;
-        if (w->active != w->live && w->wait) { /* other lanes of the warp may be what it waits for */
+        /* Other lanes of the warp may be what these wait for: let those go on first. */
+        if (w->live & ~w->active & ~w->held & ~w->at_warp_barrier & ~w->napping) {
           LANES if (w->active >> l & 1) w->lane_pc[l] = w->pc;
-          u32 others = w->live & ~w->active & ~w->held & ~w->at_warp_barrier;
-          if (others) {
-            u32 waiting = w->active;
-            w->wait = WAIT_NONE;
-            w->held |= waiting; /* until the others have gone on */
-            w->active = 0;
-            if (!regroup(w)) return;
-            w->held &= ~waiting;
-            /* The group in front runs once; then the lowest pc is chosen again. */
-          }
+          w->napping |= w->active;
+          w->active = 0;
+          w->wait = WAIT_NONE;
+          continue;
         }
         return;
       }
@@ -339,6 +339,7 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
         break;
       case OP_TC5_FENCE_BEFORE:
       case OP_TC5_FENCE_AFTER: break;
+      default: fatal(m, FIND_LIMIT, -1, w->pc, w->cta, w->index, -1, 0, i->op); break; /* no case: never skipped */
       case OP_FENCE_PROXY_ASYNC: if (mask) fence_proxy(w, mask); break;
 #define SIMPLE(name) case OP_##name: if (mask) op_##name(w, i, mask); break;
       SIMPLE(FENCE_MBAR_INIT)
@@ -465,13 +466,23 @@ static i32 land_one(Machine *m, Cta *ctas, i32 resident) {
 }
 
 static void report_deadlock(Machine *m, Cta *ctas, i32 resident) {
+  m->fatal = 1;
   for (i32 n = 0; n < resident; n++)
     for (i32 k = 0; !ctas[n].done && k < m->threads / 32; k++) {
       Warp *w = &ctas[n].warps[k];
-      if (w->wait && w->wait != WAIT_DONE)
-        find(m, FIND_DEADLOCK, w->wait, w->wait_pc, &ctas[n], k, -1, SPACE_SHARED, w->wait_id);
+      i32 before = m->finding_count;
+      if (!w->wait || w->wait == WAIT_DONE) continue;
+      find(m, FIND_DEADLOCK, w->wait, w->wait_pc, &ctas[n], k, -1, SPACE_SHARED, w->wait_id);
+      if (m->finding_count == before) return; /* the list is full */
+      Finding *f = &m->findings[before];
+      if (w->wait == WAIT_MBARRIER) {
+        const Mbarrier *b = &ctas[n].mbarriers[w->wait_id >> 3];
+        f->state[0] = b->phase, f->state[1] = b->pending, f->state[2] = b->tx;
+      } else if (w->wait == WAIT_BARRIER) {
+        const Barrier *b = &ctas[n].barriers[w->wait_id];
+        f->state[0] = b->arrived, f->state[1] = b->expected;
+      }
     }
-  m->fatal = 1;
 }
 
 /* Run all CTAs, `resident` of them at a time. Returns the number of findings. */

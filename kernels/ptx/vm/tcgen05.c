@@ -204,7 +204,8 @@ static i32 tc5_descriptor(Machine *m, Cta *cta, Async *op, u64 d, i32 mn_major, 
 static u32 tc5_lane(u32 rows, u32 r) { return rows == 64 ? 32 * (r / 16) + r % 16 : r; }
 
 static void land_tc5_mma(Cta *cta, Async *op) {
-  static float a[128][16], b[16][MAX_COLUMNS], c[MAX_COLUMNS];
+  float a[128][16], c[MAX_COLUMNS];
+  Columns b;
   Machine *m = cta->machine;
   const Insn *i = &m->code[op->pc];
   u32 idesc = op->idesc, rows = (idesc >> 24 & 31) << 4, columns = (idesc >> 17 & 63) << 3;
@@ -230,7 +231,8 @@ static void land_tc5_mma(Cta *cta, Async *op) {
     if (!read_operand(cta, &actor, &d, 0, rows, !a_format, &a[0][0], 16, 1)) return;
   }
   if (!tc5_descriptor(m, cta, op, op->b_desc, idesc >> 16 & 1, &d)) return;
-  if (!read_operand(cta, &actor, &d, 0, columns, !b_format, &b[0][0], 1, MAX_COLUMNS)) return;
+  if (!read_operand(cta, &actor, &d, 0, columns, !b_format, &b.value[0][0], 1, MAX_COLUMNS)) return;
+  find_exponents(&b, columns);
   i32 negate = (idesc >> 13 & 1) ^ (idesc >> 14 & 1);
   for (u32 r = 0; r < rows; r++) {
     u32 lane = tc5_lane(rows, r);
@@ -242,7 +244,7 @@ static void land_tc5_mma(Cta *cta, Async *op) {
       if (m->fatal) return;
       c[n] = cell ? as_float(*cell) : 0.0f;
     }
-    dot16(c, a[r], b, columns);
+    dot16(c, a[r], &b, columns);
     for (u32 n = 0; n < columns; n++) {
       u32 *cell = tmem_cell(m, &inside, lane, (op->d_address & 0xffff) + n, 1);
       if (!cell) return;

@@ -4,52 +4,78 @@
 
 /* --- arithmetic --------------------------------------------------------------------------------------------------- */
 
-/* d = c + sum of 16 products of bf16 (or fp16) numbers, as the tensor cores of sm_90 add: the 17 terms are aligned to the
-   largest exponent and cut (towards zero) ALIGN_BITS below its leading bit, added exactly, and the sum is cut to fp32.
-   `a` and `b` are fp32 numbers, so every product is exact. N columns at once: b[k][n]. */
-#define ALIGN_BITS 25
+/* d = c + sum of 16 products of bf16 (or fp16) numbers, bit for bit as the tensor cores of an H200 add (wgmma, measured):
+   the exponent of a product is the sum of its factors' exponents, not normalised; the 17 terms are aligned to the largest
+   exponent and cut, towards zero, ALIGN_BITS below it; they are added exactly, and the sum is cut to fp32.
 
+   A row of A at a time, eight columns of B at a time. Numbers are held as fp32, so that products are exact, beside their
+   exponents. */
+#define ALIGN_BITS 25
 #define MAX_COLUMNS 256
-static void dot16(float *restrict c, const float *restrict a, const float (*restrict b)[MAX_COLUMNS], i32 columns) {
+#define NO_EXPONENT -4096       /* of zero */
+#define SPECIAL_EXPONENT 65536 /* of infinities and NaN: next to any other it stands out */
+
+typedef struct {
+  float value[16][MAX_COLUMNS];
+  i32 exponent[16][MAX_COLUMNS];
+} Columns;
+
+static inline i32 exponent_of(float f) {
+  u32 x = as_bits(f) & 0x7fffffff;
+  if (x >= 0x7f800000) return SPECIAL_EXPONENT;
+  return !x ? NO_EXPONENT : x < 0x00800000 ? -126 : (i32)(x >> 23) - 127;
+}
+static void find_exponents(Columns *b, i32 columns) {
+  for (i32 k = 0; k < 16; k++)
+    for (i32 n = 0; n < columns; n++) b->exponent[k][n] = exponent_of(b->value[k][n]);
+}
+static inline float power_of_two(i32 e) { return as_float((u32)(e + 127) << 23); }
+
+/* One column by itself: where all terms are zero, at the ends of the range, and with infinities and NaN. */
+static float dot16_column(float c, const float *a, const Columns *b, i32 n, i32 largest) {
+  double plain = c, sum = 0;
+  for (i32 k = 0; k < 16; k++) plain += (double)a[k] * (double)b->value[k][n];
+  if (plain != plain || __builtin_isinf(plain)) return plain != plain ? as_float(CANONICAL_NAN) : (float)plain;
+  if (largest < -1000) return 0.0f;
+  double up = ldexp(1.0, ALIGN_BITS - largest), magnitude;
+  sum = __builtin_trunc(c * up);
+  for (i32 k = 0; k < 16; k++) sum += __builtin_trunc((double)a[k] * (double)b->value[k][n] * up);
+  magnitude = __builtin_fabs(ldexp(sum, largest - ALIGN_BITS));
+  if (magnitude >= 0x1p128) return sum < 0 ? -__builtin_inff() : __builtin_inff();
+  float f = (float)magnitude;
+  if ((double)f > magnitude) f = as_float(as_bits(f) - 1);
+  return sum < 0 ? -f : f;
+}
+
+static void dot16(float *restrict c, const float *restrict a, const Columns *restrict b, i32 columns) {
+  i32 ea[16];
+  for (i32 k = 0; k < 16; k++) ea[k] = exponent_of(a[k]);
   for (i32 n0 = 0; n0 < columns; n0 += 8) {
-    u32 largest[8], special = 0;
-    float products[16][8];
-    for (i32 n = 0; n < 8; n++) largest[n] = as_bits(c[n0 + n]) & 0x7f800000;
+    i32 largest[8], sum[8], alone = 0;
+    float before[8], up[8], down[8];
+    for (i32 n = 0; n < 8; n++) before[n] = c[n0 + n], largest[n] = exponent_of(before[n]);
     for (i32 k = 0; k < 16; k++)
-      for (i32 n = 0; n < 8; n++) {
-        float p = a[k] * b[k][n0 + n];
-        products[k][n] = p;
-        u32 e = as_bits(p) & 0x7f800000;
-        largest[n] = MAX(largest[n], e);
-      }
-    for (i32 n = 0; n < 8; n++) special |= largest[n] == 0x7f800000 || largest[n] < (40u << 23) || largest[n] > (225u << 23);
-    if (special) { /* infinities, NaN and the ends of the range: in double */
-      for (i32 n = 0; n < 8; n++) {
-        double sum = c[n0 + n];
-        for (i32 k = 0; k < 16; k++) sum += (double)a[k] * (double)b[k][n0 + n];
-        float f = (float)sum;
-        if (f != f) f = as_float(CANONICAL_NAN);
-        else if (__builtin_fabs((double)f) > __builtin_fabs(sum)) f = as_float(as_bits(f) - 1);
-        c[n0 + n] = f;
-      }
-      continue;
-    }
-    float up[8], down[8];
-    i32 sum[8];
-    for (i32 n = 0; n < 8; n++) { /* 2^(ALIGN_BITS - exponent) and its inverse */
-      i32 e = (i32)(largest[n] >> 23) - 127;
-      up[n] = as_float((u32)(ALIGN_BITS - e + 127) << 23);
-      down[n] = as_float((u32)(e - ALIGN_BITS + 127) << 23);
-      sum[n] = (i32)(c[n0 + n] * up[n]);
+      for (i32 n = 0; n < 8; n++) largest[n] = MAX(largest[n], ea[k] + b->exponent[k][n0 + n]);
+    for (i32 n = 0; n < 8; n++) { /* outside these bounds scaled terms would not be exact in fp32 */
+      i32 inside = largest[n] >= -90 && largest[n] <= 100, e = inside ? largest[n] : 0;
+      alone |= !inside << n;
+      up[n] = inside ? power_of_two(ALIGN_BITS - e) : 0.0f;
+      down[n] = power_of_two(e - ALIGN_BITS);
+      sum[n] = (i32)(inside ? before[n] * up[n] : 0.0f);
     }
     for (i32 k = 0; k < 16; k++)
-      for (i32 n = 0; n < 8; n++) sum[n] += (i32)(products[k][n] * up[n]);
+      for (i32 n = 0; n < 8; n++) sum[n] += (i32)(a[k] * b->value[k][n0 + n] * up[n]);
     for (i32 n = 0; n < 8; n++) { /* to fp32, towards zero */
       u32 magnitude = sum[n] < 0 ? 0u - (u32)sum[n] : (u32)sum[n];
       u32 bits = magnitude ? 32 - __builtin_clz(magnitude) : 0;
       if (bits > 24) magnitude &= ~0u << (bits - 24);
       float f = (float)magnitude * down[n];
       c[n0 + n] = sum[n] < 0 ? -f : f;
+    }
+    while (alone) {
+      i32 n = __builtin_ctz(alone);
+      alone &= alone - 1;
+      c[n0 + n] = dot16_column(before[n], a, b, n0 + n, largest[n]);
     }
   }
 }
@@ -135,14 +161,19 @@ static void op_WGMMA(Warp *w, const Insn *i, u32 mask) {
   push(w->cta, op);
 }
 
-static Descriptor wgmma_descriptor(Cta *cta, const Async *op, u64 d, i32 mn_major) {
+static i32 wgmma_descriptor(Cta *cta, Async *op, u64 d, i32 mn_major, Descriptor *out) {
   static const u32 swizzle[4] = {0, 128, 64, 32};
-  if (d >> 49 & 7) fatal(cta->machine, FIND_DESCRIPTOR, op->pc, -1, cta, op->warp, -1, SPACE_SHARED, d); /* base offset */
-  return (Descriptor){(d & 0x3fff) << 4, (d >> 16 & 0x3fff) << 4, (d >> 32 & 0x3fff) << 4, swizzle[d >> 62], mn_major};
+  if (d >> 49 & 7) { /* base offsets, for tiles that do not start where the swizzle does, are not modelled */
+    fatal(cta->machine, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, SPACE_SHARED, d);
+    return 0;
+  }
+  *out = (Descriptor){(d & 0x3fff) << 4, (d >> 16 & 0x3fff) << 4, (d >> 32 & 0x3fff) << 4, swizzle[d >> 62], mn_major};
+  return 1;
 }
 
 static void land_wgmma(Cta *cta, Async *op) {
-  static float a[16][16], b[16][MAX_COLUMNS], c[16][MAX_COLUMNS];
+  float a[16][16], c[16][MAX_COLUMNS];
+  Columns b;
   Machine *m = cta->machine;
   const Insn *i = &m->code[op->pc];
   Warp *w = &cta->warps[op->warp];
@@ -154,21 +185,24 @@ static void land_wgmma(Cta *cta, Async *op) {
       LANES for (i32 h = 0; h < 2; h++) /* rows lane / 4 (+ 8), columns 2 (lane % 4) + {0, 1} (+ 8) */
         a[l / 4 + 8 * (r & 1)][2 * (l % 4) + h + 8 * (r >> 1)] = half_value(op->registers[32 * r + l] >> 16 * h, is_f16);
   } else {
-    Descriptor da = wgmma_descriptor(cta, op, op->a_desc, (i->mod & WGMMA_A_MN) != 0);
+    Descriptor da;
+    if (!wgmma_descriptor(cta, op, op->a_desc, (i->mod & WGMMA_A_MN) != 0, &da)) return;
     if (!read_operand(cta, &actor, &da, 16 * (op->warp & 3), 16, is_f16, &a[0][0], 16, 1)) return;
   }
-  Descriptor db = wgmma_descriptor(cta, op, op->b_desc, (i->mod & WGMMA_B_MN) != 0);
-  if (!read_operand(cta, &actor, &db, 0, columns, is_f16, &b[0][0], 1, MAX_COLUMNS)) return;
+  Descriptor db;
+  if (!wgmma_descriptor(cta, op, op->b_desc, (i->mod & WGMMA_B_MN) != 0, &db)) return;
+  if (!read_operand(cta, &actor, &db, 0, columns, is_f16, &b.value[0][0], 1, MAX_COLUMNS)) return;
   if (i->mod & WGMMA_NEGATE_A)
     for (i32 r = 0; r < 16; r++) for (i32 k = 0; k < 16; k++) a[r][k] = -a[r][k];
   if (i->mod & WGMMA_NEGATE_B)
-    for (i32 k = 0; k < 16; k++) for (i32 n = 0; n < columns; n++) b[k][n] = -b[k][n];
+    for (i32 k = 0; k < 16; k++) for (i32 n = 0; n < columns; n++) b.value[k][n] = -b.value[k][n];
   for (i32 n = 0; n < columns / 8; n++)
     for (i32 r = 0; r < 4; r++) {
       const u32 *from = slot(w, d[4 * n + r]);
       LANES c[l / 4 + 8 * (r >> 1)][8 * n + 2 * (l % 4) + (r & 1)] = op->scale_d ? as_float(from[l]) : 0.0f;
     }
-  for (i32 r = 0; r < 16; r++) dot16(c[r], a[r], b, columns);
+  find_exponents(&b, columns);
+  for (i32 r = 0; r < 16; r++) dot16(c[r], a[r], &b, columns);
   for (i32 n = 0; n < columns / 8; n++)
     for (i32 r = 0; r < 4; r++) {
       u32 *to = slot(w, d[4 * n + r]);

@@ -4,7 +4,7 @@
 void *malloc(u64), *calloc(u64, u64), *realloc(void *, u64), *aligned_alloc(u64, u64);
 void free(void *);
 void *memcpy(void *restrict, const void *restrict, u64), *memset(void *, int, u64);
-double exp2(double), log2(double);
+double exp2(double), log2(double), ldexp(double, int);
 
 #include "clocks.c"
 #include "memory.c"

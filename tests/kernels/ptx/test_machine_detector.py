@@ -301,7 +301,7 @@ FAULTS = [
         "a-wgmma-descriptor-with-a-base-offset",
         _WGMMA_ROOM + _FENCED + "REPAIR\nwgmma.fence.sync.aligned;\n" + _WGMMA + _COMMITTED + _WAITED
         + "st.global.b32 [%d3], %r1;",
-        "descriptor", "", instead="or.b64 %d5, %d5, 0x0002000000000000;", before="wgmma.mma_async", threads=128,
+        "descriptor", "wgmma.mma_async", instead="or.b64 %d5, %d5, 0x0002000000000000;", threads=128,
     ),
     Fault(
         "a-read-of-shared-memory-that-nothing-wrote",
@@ -495,13 +495,11 @@ def test_the_repaired_program_has_no_finding(vm: machine.Machine, fault: Fault, 
     assert not found, list(map(str, found))
 
 
-def deadlock(vm: machine.Machine, body: str, threads: int, schedule: str, target: str = "sm_90a") -> dict[str, str]:
-    """What each place is said to wait for, by its line."""
+def deadlock(vm: machine.Machine, body: str, threads: int, schedule: str, target: str = "sm_90a") -> list[str]:
+    """Where and for what each warp is said to wait, in the order of warps."""
     text = kernel(["source", "target"], SETUP + body, threads=threads, target=target)
     found = [finding for finding in run(vm, text, threads, 1, schedule) if finding.kind == "deadlock"]
-    return {
-        finding.now.partition(" (")[2][:-1]: f"{finding.before}; {finding.where}; {finding.count}" for finding in found
-    }
+    return sorted(f"{finding.where}: {finding.before}, {finding.now.partition(' (')[2][:-1]}" for finding in found)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -522,38 +520,41 @@ def test_a_wait_for_the_wrong_parity_is_a_deadlock_that_says_where_each_warp_wai
     """
     )
     found = deadlock(vm, body.replace("PARITY", "1"), 96, schedule)
-    assert set(found) == {"mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r21], 1", "bar.sync 0"}
-    waiting, barrier = (found[line] for line in sorted(found, reverse=True))
-    assert waiting.startswith("waiting for an mbarrier; CTA 0, warp 0")
-    assert "shared address 0x1000" in waiting
-    assert barrier.startswith("waiting for a barrier; CTA 0, warp 1")
-    assert barrier.endswith("; 2"), "two warps wait there"
+    assert found == [
+        "CTA 0, warp 0: waits for the mbarrier at 0x1000 (phase 1, 32 arrivals and 0 bytes to come), "
+        "mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r21], 1",
+        "CTA 0, warp 1: waits for barrier 0 (64 of 96 threads arrived), bar.sync 0",
+        "CTA 0, warp 2: waits for barrier 0 (64 of 96 threads arrived), bar.sync 0",
+    ]
     assert not deadlock(vm, body.replace("PARITY", "0"), 96, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_barrier_that_too_few_threads_reach_is_a_deadlock(vm: machine.Machine, schedule: str) -> None:
-    assert list(deadlock(vm, "@%p2 bar.sync 4, COUNT;".replace("COUNT", "64"), 64, schedule)) == ["@%p2 bar.sync 4, 64"]
-    assert not deadlock(vm, "@%p2 bar.sync 4, COUNT;".replace("COUNT", "32"), 64, schedule)
+    assert deadlock(vm, "@%p2 bar.sync 4, 64;", 64, schedule) == [
+        "CTA 0, warp 0: waits for barrier 4 (32 of 64 threads arrived), @%p2 bar.sync 4, 64"
+    ]
+    assert not deadlock(vm, "@%p2 bar.sync 4, 32;", 64, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bytes_that_never_come_are_a_deadlock(vm: machine.Machine, schedule: str) -> None:
     body = _MBARRIER.format(1) + _LOAD + _WAIT
-    assert list(deadlock(vm, body.replace("[%r21], 128;\n@%p1 cp", "[%r21], 256;\n@%p1 cp"), 32, schedule))
+    (found,) = deadlock(vm, body.replace("[%r21], 128;\n@%p1 cp", "[%r21], 256;\n@%p1 cp"), 32, schedule)
+    assert "0 arrivals and 128 bytes to come" in found
     assert not deadlock(vm, body, 32, schedule)
 
 
 def test_tensor_memory_that_nobody_releases_is_waited_for_in_a_deadlock(vm: machine.Machine) -> None:
     allocate = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20], 512"
     found = deadlock(vm, f"{allocate};\n{allocate};", 32, "inorder", "sm_100a")
-    assert found[allocate].startswith("waiting for tensor memory; CTA 0, warp 0")
+    assert found == [f"CTA 0, warp 0: waits for tensor memory, {allocate}"]
 
 
 def test_a_program_that_does_not_end_meets_the_limit(vm: machine.Machine) -> None:
     text = kernel(["source", "target"], SETUP + "FOREVER: add.u32 %r1, %r1, 1;\nbra FOREVER;")
     found = run(vm, text, 32, 1, "inorder", limit=10000)
-    assert [finding.kind for finding in found] == ["limit of the machine"]
+    assert [finding.kind for finding in found] == ["no end, or a limit of the machine"]
 
 
 def test_atomics_of_several_ctas_and_lanes_are_no_race(vm: machine.Machine) -> None:
