@@ -22,7 +22,8 @@ from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.kernels.cases import Case
 from dsa_planner.settings import Settings
 
-CASES = tuple(verify.default_cases(12, 0))
+CASES = tuple(sorted(verify.default_cases(12, 0), key=lambda case: case.batch * case.s_q))
+"""What ``dsa-plan verify`` runs, the small ones first: most faults show in those."""
 SCHEDULES = ("inorder", "random:1", "late:1")
 
 
