@@ -344,13 +344,13 @@ EQUIVALENT = {
     "grad-limit": "the K row of an invalid slot is zero, so that its scores are zero and its gates closed",
     "grad-unmasked": "the K row of an invalid slot is zero, so that its scores are zero and its gates closed",
 }
-"""Mutants that compute the same as the plan for all finite inputs, and why: there is nothing to notice."""
+"""Mutants that, by reading the code, compute the same as the plan for all finite inputs, and why."""
 
 MISSED = {
     "target-clamp": "a target below exp(-100) counts as itself: the gradient changes by less than 1e-43",
     "threshold-nan": "only a NaN among the probabilities tells the two apart, and no case has one",
     "dq-cut-once": "one column in 32 rounded the wrong way stays below the bound on the rms error of d_index_q",
-    "setmaxnreg-dropped": "registers are not counted: on a GPU the math warps would wait for ever for theirs",
+    "setmaxnreg-dropped": "registers are not counted: by the ISA the math warps would wait for theirs",
 }
 """Mutants that are wrong and that nothing notices, and why."""
 
@@ -399,8 +399,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print what verify notices of plans with one fault each.")
     parser.add_argument("names", nargs="*", help="mutants; all of them by default")
     parser.add_argument("--topk", default="128,256")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--values-alone", action="store_true", help="run without the detector")
+    parser.add_argument("--seeds", type=int, default=1, help="places to try, where several are alike")
+    parser.add_argument("--no-detector", action="store_true", help="look for no races, as a plain emulator would")
     arguments = parser.parse_args()
     totals: Counter[str] = Counter()
     schedules: Counter[str] = Counter()
@@ -411,7 +411,7 @@ def main() -> None:
                 continue
             for seed in range(arguments.seeds):
                 start = time.perf_counter()
-                verdict = judge(mutate(plan, mutant, seed), detect=not arguments.values_alone)
+                verdict = judge(mutate(plan, mutant, seed), detect=not arguments.no_detector)
                 seconds = time.perf_counter() - start
                 totals[verdict.by or "survived"] += 1
                 schedules[verdict.schedule] += verdict.by is not None
