@@ -50,7 +50,7 @@ def tensor_map(spec: ptx_snippets.TensorMapSpec, address: int) -> bytes:
         len(spec.extents),
         address,
         [cu.cuuint64_t(extent) for extent in spec.extents],
-        [cu.cuuint64_t(stride) for stride in spec.strides],
+        [cu.cuuint64_t(stride) for stride in spec.strides or (16,)],  # of one dimension none is read
         [cu.cuuint32_t(extent) for extent in spec.box],
         [cu.cuuint32_t(1)] * len(spec.extents),
         cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

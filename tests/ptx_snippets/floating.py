@@ -120,6 +120,24 @@ def _ftz(function: Callable[..., int]) -> Callable[..., int]:
     return lambda *operands: flush(function(*map(flush, operands)))
 
 
+def _ftz_product(function: Callable[..., int]) -> Callable[..., int]:
+    """A product (with an addend) is flushed where it is below 2^-126 when rounded as if exponents had no bound.
+
+    So does an H200, where rounding a subnormal to its own grid would have given 2^-126.
+    """
+
+    def result(a: int, b: int, c: int | None = None) -> int:
+        operands = [flush(x) for x in ((a, b) if c is None else (a, b, c))]
+        rounded = flush(function(*operands))
+        if any(x & 0x7F800000 == 0x7F800000 for x in operands):
+            return rounded
+        exact = value_of(operands[0]) * value_of(operands[1]) + (value_of(operands[2]) if c is not None else 0)
+        scaled = value_of(encode(abs(exact) * 2**64, False))
+        return rounded & NEGATIVE if 0 < scaled < Fraction(1, 2**62) else rounded
+
+    return result
+
+
 def _extreme(a: int, b: int, *, largest: bool, nan: bool = False) -> int:
     if is_nan(a) or is_nan(b):
         return NAN if nan or (is_nan(a) and is_nan(b)) else b if is_nan(a) else a
@@ -160,9 +178,9 @@ elementwise(
         ("sub.rn.f32 %d, %a, %b;", _of(_difference, *"ab")),
         ("sub.ftz.f32 %d, %a, %b;", _of(_ftz(_difference), *"ab")),
         ("mul.rn.f32 %d, %a, %b;", _of(_product, *"ab")),
-        ("mul.ftz.f32 %d, %a, %b;", _of(_ftz(_product), *"ab")),
+        ("mul.ftz.f32 %d, %a, %b;", _of(_ftz_product(_product), *"ab")),
         ("fma.rn.f32 %d, %a, %b, %c;", _fma),
-        ("fma.rn.ftz.f32 %d, %a, %b, %c;", _ftz(_fma)),
+        ("fma.rn.ftz.f32 %d, %a, %b, %c;", _ftz_product(_fma)),
         ("mad.rn.f32 %d, %a, %b, %c;", _fma),
         ("div.rn.f32 %d, %a, %b;", _of(_ratio, *"ab")),
         ("div.rn.ftz.f32 %d, %a, %b;", _of(_ftz(_ratio), *"ab")),
@@ -261,8 +279,8 @@ elementwise(
         ("fma.rn.f32x2 %d, %a, %b, %c;", _halves(_fma, 3)),
         ("add.rn.ftz.f32x2 %d, %a, %b;", _halves(_ftz(_sum), 2)),
         ("sub.rn.ftz.f32x2 %d, %a, %b;", _halves(_ftz(_difference), 2)),
-        ("mul.rn.ftz.f32x2 %d, %a, %b;", _halves(_ftz(_product), 2)),
-        ("fma.rn.ftz.f32x2 %d, %a, %b, %c;", _halves(_ftz(_fma), 3)),
+        ("mul.rn.ftz.f32x2 %d, %a, %b;", _halves(_ftz_product(_product), 2)),
+        ("fma.rn.ftz.f32x2 %d, %a, %b, %c;", _halves(_ftz_product(_fma), 3)),
     ],
     result=64,
     target="sm_100a",

@@ -183,7 +183,7 @@ static void reduce_add(u8 *to, const u8 *from, u32 bytes, i32 kind) {
     if (kind == REDUCE_ADD_F32) {
       u32 x, y;
       memcpy(&x, to + b, 4), memcpy(&y, from + b, 4);
-      u32 r = atomic_add(x, y, 1);
+      u32 r = atomic_add(x, y, 0); /* subnormals are kept, unlike by red.global (measured on an H200) */
       memcpy(to + b, &r, 4);
     } else if (kind == REDUCE_ADD_U32) {
       u32 x, y;
@@ -215,6 +215,16 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
   }
   if (op->destination[0] & 127 || (t->swizzle_bytes && row_bytes > t->swizzle_bytes)) {
     fatal(m, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_SHARED, op->destination[0]);
+    return;
+  }
+  u64 pitches = t->base | row_bytes;
+  for (u32 d = 1; d < rank; d++) pitches |= t->stride[d - 1];
+  if (pitches & 15) { /* cuTensorMapEncodeTiled refuses it */
+    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, 0, op->map);
+    return;
+  }
+  if ((i64)op->coordinates[0] * t->element_bytes & 15) { /* an illegal instruction on an H200 */
+    fatal(m, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, (u64)(i64)op->coordinates[0]);
     return;
   }
   for (u32 r = 0; r < rows; r++) {
