@@ -47,6 +47,7 @@ test: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror kernels/ptx/vm/*.[ch]
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/.compile

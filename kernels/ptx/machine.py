@@ -50,7 +50,7 @@ class _Machine(ctypes.Structure):
         ("random", _U64), ("policy", _I32), ("detect", _I32), ("stop_on_finding", _I32), ("late", _I32),
         ("instruction_limit", _U64), ("findings", _Finding * _MAX_FINDINGS), ("finding_count", _I32), ("fatal", _I32),
         ("executed", _U64), ("landed", _U64), ("bytes_read", _U64 * 4), ("bytes_written", _U64 * 4), ("macs", _U64),
-        ("counts", _U64), ("progress", _U64), ("sequence", _U64), ("cta", _U64), ("starved_warp", _I32),
+        ("counts", _U64), ("progress", _U64), ("sequence", _U64), ("starved_warp", _I32),
         ("starve_left", _I32), ("stale", ctypes.c_uint8 * 4096),
     ]  # fmt: skip
 
@@ -59,10 +59,10 @@ _KINDS = (
     "race: read after write", "race: write after read", "race: write after write", "missing proxy fence",
     "read of memory never written", "access out of bounds", "misaligned access", "write to read-only memory",
     "mbarrier contract", "wgmma contract", "convergence", "barrier contract", "tensor memory contract", "deadlock",
-    "no end, or a limit of the machine", "still in flight at the end", "descriptor", "tensor map", "registers",
+    "no end, or a limit of the machine", "still in flight at the end", "descriptor", "tensor map",
 )  # fmt: skip
 _SPACES = ("global", "shared", "generic", "tensor")
-_WAITS = ("", "an mbarrier", "a barrier", "a copy or mma group", "tcgen05", "tensor memory", "")
+_WAITS = ("", "an mbarrier", "a barrier", "a copy or mma group", "tensor memory", "")
 
 
 @dataclass(frozen=True)

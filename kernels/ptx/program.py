@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ __all__ = ["FIELDS", "OPCODES", "REGISTER_WIDTHS", "Insn", "Program", "assemble"
 OPCODES = {
     name: number
     for number, name in enumerate(
-        re.findall(r"\bOP\((\w+)\)", (Path(__file__).parent / "vm/opcodes.h").read_text().split("*/", 1)[1])
+        re.findall(r"\b(?:OP|PLAIN|CONVERGED|ALIGNED)\((\w+)\)", (Path(__file__).parent / "vm/opcodes.h").read_text().split("*/", 1)[1])
     )
 }
 FIELDS = (
@@ -59,7 +59,6 @@ class Program:
     global_granule_shift: int
     shared_static: int
     uses_tensor_memory: bool
-    read_before_written: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -93,7 +92,7 @@ def assemble(kernel: Kernel, instructions: list[Insn], granules: Mapping[str, in
         granules: by memory space, the bytes of the smallest access: the resolution of the race detector.
         shared_static: bytes of shared memory that the kernel's own variables take.
     """
-    spans, early = live_spans([_use(index, insn) for index, insn in enumerate(instructions)])
+    spans = live_spans([_use(index, insn) for index, insn in enumerate(instructions)])
     encoder = _Encoder(kernel, instructions, spans)
     code = numpy.zeros((len(instructions), len(FIELDS)), numpy.int32)
     for index, insn in enumerate(instructions):
@@ -113,7 +112,6 @@ def assemble(kernel: Kernel, instructions: list[Insn], granules: Mapping[str, in
         global_granule_shift=granules["global"].bit_length() - 1,
         shared_static=shared_static,
         uses_tensor_memory=any(insn.op.startswith("TC5") for insn in instructions),
-        read_before_written=early,
     )
 
 

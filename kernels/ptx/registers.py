@@ -24,8 +24,8 @@ class Use:
     successors: tuple[int, ...]
 
 
-def live_spans(uses: Sequence[Use]) -> tuple[dict[str, tuple[int, int]], set[str]]:
-    """First and last instruction at which each register is live, and the registers that may be read before a write."""
+def live_spans(uses: Sequence[Use]) -> dict[str, tuple[int, int]]:
+    """First and last instruction at which each register is live."""
     predecessors: list[list[int]] = [[] for _ in uses]
     for index, use in enumerate(uses):
         for successor in use.successors:
@@ -59,7 +59,7 @@ def live_spans(uses: Sequence[Use]) -> tuple[dict[str, tuple[int, int]], set[str
     for index, use in enumerate(uses):
         extend(live_in[index], index)
         extend(use.reads | use.writes, index)
-    return spans, set(live_in[0]) if uses else set()
+    return spans
 
 
 def allocate(

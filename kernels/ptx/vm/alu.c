@@ -24,28 +24,34 @@ static inline u32 as_bits(float f) {
 }
 static inline u32 flush(u32 x) { return (x & 0x7f800000) ? x : x & 0x80000000; } /* .ftz */
 
-#define WRITE(T, d, expression)                          \
-  do {                                                   \
-    if (mask == FULL) {                                  \
-      LANES d[l] = (T)(expression);                      \
-    } else {                                             \
-      LANES if (mask >> l & 1) d[l] = (T)(expression);   \
-    }                                                    \
+#define WRITE(T, d, expression)                        \
+  do {                                                 \
+    if (mask == FULL) {                                \
+      LANES d[l] = (T)(expression);                    \
+    } else {                                           \
+      LANES if (mask >> l & 1) d[l] = (T)(expression); \
+    }                                                  \
   } while (0)
 
-#define OPERANDS32 \
-  u32 *d = slot(w, i->d0); \
+#define OPERANDS32                                                         \
+  u32 *d = slot(w, i->d0);                                                 \
   const u32 *a = slot(w, i->s0), *b = slot(w, i->s1), *c = slot(w, i->s2); \
   (void)a, (void)b, (void)c
-#define OPERANDS64 \
-  u64 *d = slot64(w, i->d0); \
+#define OPERANDS64                                                               \
+  u64 *d = slot64(w, i->d0);                                                     \
   const u64 *a = slot64(w, i->s0), *b = slot64(w, i->s1), *c = slot64(w, i->s2); \
   (void)a, (void)b, (void)c
 
-#define DEFINE32(name, expression) \
-  static void op_##name(Warp *w, const Insn *i, u32 mask) { OPERANDS32; WRITE(u32, d, expression); }
-#define DEFINE64(name, expression) \
-  static void op_##name(Warp *w, const Insn *i, u32 mask) { OPERANDS64; WRITE(u64, d, expression); }
+#define DEFINE32(name, expression)                          \
+  static void op_##name(Warp *w, const Insn *i, u32 mask) { \
+    OPERANDS32;                                             \
+    WRITE(u32, d, expression);                              \
+  }
+#define DEFINE64(name, expression)                          \
+  static void op_##name(Warp *w, const Insn *i, u32 mask) { \
+    OPERANDS64;                                             \
+    WRITE(u64, d, expression);                              \
+  }
 
 /* --- integer ------------------------------------------------------------------------------------------------------ */
 
@@ -157,17 +163,17 @@ DEFINE32(MUL16, (a[l] * b[l]) & 0xffff)
 DEFINE32(SHL16, b[l] > 15 ? 0 : (a[l] << b[l]) & 0xffff)
 DEFINE32(SHR_U16, b[l] > 15 ? 0 : (a[l] & 0xffff) >> b[l])
 
-#define DEFINE_WIDE(name, type)                                                                     \
-  static void op_MULWIDE_##name(Warp *w, const Insn *i, u32 mask) {                                 \
-    u64 *d = slot64(w, i->d0);                                                                      \
-    const u32 *a = slot(w, i->s0), *b = slot(w, i->s1);                                             \
-    WRITE(u64, d, (type)a[l] * (type)b[l]);                                                         \
-  }                                                                                                 \
-  static void op_MADWIDE_##name(Warp *w, const Insn *i, u32 mask) {                                 \
-    u64 *d = slot64(w, i->d0);                                                                      \
-    const u32 *a = slot(w, i->s0), *b = slot(w, i->s1);                                             \
-    const u64 *c = slot64(w, i->s2);                                                                \
-    WRITE(u64, d, (u64)((type)a[l] * (type)b[l]) + c[l]);                                           \
+#define DEFINE_WIDE(name, type)                                     \
+  static void op_MULWIDE_##name(Warp *w, const Insn *i, u32 mask) { \
+    u64 *d = slot64(w, i->d0);                                      \
+    const u32 *a = slot(w, i->s0), *b = slot(w, i->s1);             \
+    WRITE(u64, d, (type)a[l] * (type)b[l]);                         \
+  }                                                                 \
+  static void op_MADWIDE_##name(Warp *w, const Insn *i, u32 mask) { \
+    u64 *d = slot64(w, i->d0);                                      \
+    const u32 *a = slot(w, i->s0), *b = slot(w, i->s1);             \
+    const u64 *c = slot64(w, i->s2);                                \
+    WRITE(u64, d, (u64)((type)a[l] * (type)b[l]) + c[l]);           \
   }
 #define SIGNED_WIDE i64)(i32
 DEFINE_WIDE(U32, u64)
@@ -175,7 +181,7 @@ DEFINE_WIDE(S32, SIGNED_WIDE)
 
 /* --- floating point ----------------------------------------------------------------------------------------------- */
 
-enum { MOD_FTZ = 1, MOD_NAN = 2, MOD_RELU = 4, MOD_SAT = 8, MOD_NEGATE_PRODUCT = 16, MOD_NEGATE_ADDEND = 32 };
+enum { MOD_FTZ = 1, MOD_NAN = 2, MOD_RELU = 4, MOD_NEGATE_PRODUCT = 16, MOD_NEGATE_ADDEND = 32 };
 #define CANONICAL_NAN 0x7fffffffu
 
 static inline u32 in_(const Insn *i, u32 x) { return i->mod & MOD_FTZ ? flush(x) : x; }
@@ -193,12 +199,14 @@ static inline u32 out_product(const Insn *i, float f, float scaled_by_2_64) {
 #define C as_float(in_(i, c[l]))
 DEFINE32(FADD, out_(i, A + B))
 DEFINE32(FSUB, out_(i, A - B))
-static inline u32 product(const Insn *i, float a, float b) { return out_product(i, a * b, a * 0x1p32f * (b * 0x1p32f)); }
+static inline u32 product(const Insn *i, float a, float b) {
+  return out_product(i, a * b, a * 0x1p32f * (b * 0x1p32f));
+}
 DEFINE32(FMUL, product(i, A, B))
 static inline u32 fused(const Insn *i, float a, float b, float c) {
   return out_product(i, __builtin_fmaf(a, b, c), __builtin_fmaf(a * 0x1p32f, b * 0x1p32f, c * 0x1p64f));
 }
-DEFINE32(FFMA, fused(i, i->mod & MOD_NEGATE_PRODUCT ? -A : A, B, i->mod & MOD_NEGATE_ADDEND ? -C : C))
+DEFINE32(FFMA, fused(i, i->mod &MOD_NEGATE_PRODUCT ? -A : A, B, i->mod &MOD_NEGATE_ADDEND ? -C : C))
 DEFINE32(FDIV, out_(i, A / B))
 DEFINE32(FRCP, out_(i, 1.0f / A))
 DEFINE32(FSQRT, out_(i, __builtin_sqrtf(A)))
@@ -230,8 +238,22 @@ DEFINE64(FFMA2, pair(fused(i, LOW(a[l]), LOW(b[l]), LOW(c[l])), fused(i, HIGH(a[
 
 /* --- comparison and selection ------------------------------------------------------------------------------------- */
 
-enum { CMP_EQ, CMP_NE, CMP_LT, CMP_LE, CMP_GT, CMP_GE, CMP_EQU, CMP_NEU, CMP_LTU, CMP_LEU, CMP_GTU, CMP_GEU, CMP_NUM,
-       CMP_NAN };
+enum {
+  CMP_EQ,
+  CMP_NE,
+  CMP_LT,
+  CMP_LE,
+  CMP_GT,
+  CMP_GE,
+  CMP_EQU,
+  CMP_NEU,
+  CMP_LTU,
+  CMP_LEU,
+  CMP_GTU,
+  CMP_GEU,
+  CMP_NUM,
+  CMP_NAN
+};
 enum { BOOL_NONE, BOOL_AND, BOOL_OR, BOOL_XOR };
 
 /* setp: d0 = comparison (bool) p, d1 = !comparison (bool) p. */
@@ -245,22 +267,22 @@ static void finish_setp(Warp *w, const Insn *i, u32 mask, u32 result) {
   set_predicate(w, i->d0, result, mask);
   set_predicate(w, i->d1, inverse, mask);
 }
-#define COMPARE(T, load)                                                        \
-  u32 r = 0;                                                                    \
-  switch (i->mod & 15) {                                                        \
-    case CMP_EQ: LANES r |= (u32)((T)load(a) == (T)load(b)) << l; break;        \
-    case CMP_NE: LANES r |= (u32)((T)load(a) != (T)load(b)) << l; break;        \
-    case CMP_LT: LANES r |= (u32)((T)load(a) < (T)load(b)) << l; break;         \
-    case CMP_LE: LANES r |= (u32)((T)load(a) <= (T)load(b)) << l; break;        \
-    case CMP_GT: LANES r |= (u32)((T)load(a) > (T)load(b)) << l; break;         \
-    case CMP_GE: LANES r |= (u32)((T)load(a) >= (T)load(b)) << l; break;        \
+#define COMPARE(T, load)                                                 \
+  u32 r = 0;                                                             \
+  switch (i->mod & 15) {                                                 \
+    case CMP_EQ: LANES r |= (u32)((T)load(a) == (T)load(b)) << l; break; \
+    case CMP_NE: LANES r |= (u32)((T)load(a) != (T)load(b)) << l; break; \
+    case CMP_LT: LANES r |= (u32)((T)load(a) < (T)load(b)) << l; break;  \
+    case CMP_LE: LANES r |= (u32)((T)load(a) <= (T)load(b)) << l; break; \
+    case CMP_GT: LANES r |= (u32)((T)load(a) > (T)load(b)) << l; break;  \
+    case CMP_GE: LANES r |= (u32)((T)load(a) >= (T)load(b)) << l; break; \
   }
 #define AT(x) x[l]
-#define DEFINE_SETP(name, S, T)                                       \
-  static void op_SETP_##name(Warp *w, const Insn *i, u32 mask) {      \
-    const S *a = (S *)slot(w, i->s0), *b = (S *)slot(w, i->s1);       \
-    COMPARE(T, AT)                                                    \
-    finish_setp(w, i, mask, r);                                       \
+#define DEFINE_SETP(name, S, T)                                  \
+  static void op_SETP_##name(Warp *w, const Insn *i, u32 mask) { \
+    const S *a = (S *)slot(w, i->s0), *b = (S *)slot(w, i->s1);  \
+    COMPARE(T, AT)                                               \
+    finish_setp(w, i, mask, r);                                  \
   }
 DEFINE_SETP(S32, u32, i32)
 DEFINE_SETP(U32, u32, u32)
@@ -299,13 +321,13 @@ static void op_SELP64(Warp *w, const Insn *i, u32 mask) {
   u32 p = predicate(w, i->s2);
   WRITE(u64, d, p >> l & 1 ? a[l] : b[l]);
 }
-#define DEFINE_PREDICATE(name, expression)                             \
-  static void op_##name(Warp *w, const Insn *i, u32 mask) {            \
-    u32 a = predicate(w, i->s0), b = predicate(w, i->s1);              \
-    (void)b;                                                           \
-    set_predicate(w, i->d0, expression, mask);                         \
+#define DEFINE_PREDICATE(name, expression)                  \
+  static void op_##name(Warp *w, const Insn *i, u32 mask) { \
+    u32 a = predicate(w, i->s0), b = predicate(w, i->s1);   \
+    (void)b;                                                \
+    set_predicate(w, i->d0, expression, mask);              \
   }
-DEFINE_PREDICATE(PAND, a & b)
+DEFINE_PREDICATE(PAND, a &b)
 DEFINE_PREDICATE(POR, a | b)
 DEFINE_PREDICATE(PXOR, a ^ b)
 DEFINE_PREDICATE(PNOT, ~a)
@@ -313,11 +335,11 @@ DEFINE_PREDICATE(PMOV, a)
 
 /* --- conversion --------------------------------------------------------------------------------------------------- */
 
-#define DEFINE_CVT(name, D, S, expression)                     \
-  static void op_##name(Warp *w, const Insn *i, u32 mask) {    \
-    D *d = (D *)slot(w, i->d0);                                \
-    const S *a = (S *)slot(w, i->s0);                          \
-    WRITE(D, d, expression);                                   \
+#define DEFINE_CVT(name, D, S, expression)                  \
+  static void op_##name(Warp *w, const Insn *i, u32 mask) { \
+    D *d = (D *)slot(w, i->d0);                             \
+    const S *a = (S *)slot(w, i->s0);                       \
+    WRITE(D, d, expression);                                \
   }
 DEFINE_CVT(CVT_U64_U32, u64, u32, a[l])
 DEFINE_CVT(CVT_S64_S32, u64, u32, (i64)(i32)a[l])
@@ -393,19 +415,51 @@ static void op_PACK64(Warp *w, const Insn *i, u32 mask) {
 static void op_UNPACK64(Warp *w, const Insn *i, u32 mask) {
   u64 a[32];
   memcpy(a, slot64(w, i->s0), sizeof a);
-  if (i->d0 >= 0) { u32 *d = slot(w, i->d0); WRITE(u32, d, a[l]); }
-  if (i->d1 >= 0) { u32 *d = slot(w, i->d1); WRITE(u32, d, a[l] >> 32); }
+  if (i->d0 >= 0) {
+    u32 *d = slot(w, i->d0);
+    WRITE(u32, d, a[l]);
+  }
+  if (i->d1 >= 0) {
+    u32 *d = slot(w, i->d1);
+    WRITE(u32, d, a[l] >> 32);
+  }
 }
 DEFINE32(PACK32, b[l] << 16 | (a[l] & 0xffff))
 static void op_UNPACK32(Warp *w, const Insn *i, u32 mask) {
   u32 a[32];
   memcpy(a, slot(w, i->s0), sizeof a);
-  if (i->d0 >= 0) { u32 *d = slot(w, i->d0); WRITE(u32, d, a[l] & 0xffff); }
-  if (i->d1 >= 0) { u32 *d = slot(w, i->d1); WRITE(u32, d, a[l] >> 16); }
+  if (i->d0 >= 0) {
+    u32 *d = slot(w, i->d0);
+    WRITE(u32, d, a[l] & 0xffff);
+  }
+  if (i->d1 >= 0) {
+    u32 *d = slot(w, i->d1);
+    WRITE(u32, d, a[l] >> 16);
+  }
 }
-enum { SPECIAL_TID, SPECIAL_LANEID, SPECIAL_CTAID_X, SPECIAL_NCTAID_X, SPECIAL_NTID, SPECIAL_WARPID, SPECIAL_ZERO,
-       SPECIAL_ONE, SPECIAL_CLOCK, SPECIAL_DYNAMIC_SHARED, SPECIAL_TOTAL_SHARED, SPECIAL_ACTIVE, SPECIAL_LT_MASK,
-       SPECIAL_LE_MASK, SPECIAL_EQ_MASK, SPECIAL_GE_MASK, SPECIAL_GT_MASK, SPECIAL_CTAID_Y, SPECIAL_CTAID_Z, SPECIAL_NCTAID_Y, SPECIAL_NCTAID_Z };
+enum {
+  SPECIAL_TID,
+  SPECIAL_LANEID,
+  SPECIAL_CTAID_X,
+  SPECIAL_NCTAID_X,
+  SPECIAL_NTID,
+  SPECIAL_WARPID,
+  SPECIAL_ZERO,
+  SPECIAL_ONE,
+  SPECIAL_CLOCK,
+  SPECIAL_DYNAMIC_SHARED,
+  SPECIAL_TOTAL_SHARED,
+  SPECIAL_ACTIVE,
+  SPECIAL_LT_MASK,
+  SPECIAL_LE_MASK,
+  SPECIAL_EQ_MASK,
+  SPECIAL_GE_MASK,
+  SPECIAL_GT_MASK,
+  SPECIAL_CTAID_Y,
+  SPECIAL_CTAID_Z,
+  SPECIAL_NCTAID_Y,
+  SPECIAL_NCTAID_Z
+};
 static inline u32 special(Warp *w, i32 which, u32 lane) {
   Machine *m = w->cta->machine;
   switch (which) {

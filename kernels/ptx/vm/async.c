@@ -17,8 +17,10 @@ static Async *new_async(Warp *w, i32 kind, u32 mask) {
 }
 
 static void push(Cta *cta, Async *op) {
-  if (cta->pending_tail) cta->pending_tail->next = op;
-  else cta->pending = op;
+  if (cta->pending_tail)
+    cta->pending_tail->next = op;
+  else
+    cta->pending = op;
   cta->pending_tail = op;
 }
 
@@ -73,7 +75,10 @@ static void land_cp_async(Cta *cta, Async *op) {
     u8 *to = shared_at(m, &a, op->destination[l], op->idesc, op->idesc, 1);
     if (!to) return;
     memset(to, 0, op->idesc);
-    if (op->bytes[l] > op->idesc) { fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, l, SPACE_GLOBAL, op->bytes[l]); return; }
+    if (op->bytes[l] > op->idesc) {
+      fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, l, SPACE_GLOBAL, op->bytes[l]);
+      return;
+    }
     if (!op->bytes[l]) continue;
     u8 *from = global_at(m, &a, op->source[l], op->bytes[l], op->idesc, ACCESS_READ);
     if (!from) return;
@@ -118,8 +123,7 @@ static void op_CP_ASYNC_COMMIT(Warp *w, const Insn *i, u32 mask) {
 static i32 groups_left(Cta *cta, i32 kind, Warp *w, u32 mask, const u32 *groups, i32 most, i32 offset) {
   for (Async *op = cta->pending; op; op = op->next) {
     if (op->kind != kind || op->warp != w->index) continue;
-    LANES if ((mask & op->mask) >> l & 1)
-      if ((i32)(groups[l] - op->registers[offset + l]) > most) return 1;
+    LANES if ((mask & op->mask) >> l & 1) if ((i32)(groups[l] - op->registers[offset + l]) > most) return 1;
   }
   return 0;
 }
@@ -132,8 +136,10 @@ static i32 op_CP_ASYNC_WAIT(Warp *w, const Insn *i, u32 mask) {
   LANES if ((mask >> l & 1) && w->cp_agent[l]) {
     Knowledge *k = empty_knowledge(w->cta);
     u32 done = w->cp_group[l] - (u32)MAX(i->imm, 0); /* groups */
-    if (i->imm < 0) k->ordered[w->cp_agent[l]] = w->cp_clock[l]++;
-    else if ((i32)done > 0) k->ordered[w->cp_agent[l]] = w->cp_commit_clock[l][(done - 1) % 16];
+    if (i->imm < 0)
+      k->ordered[w->cp_agent[l]] = w->cp_clock[l]++;
+    else if ((i32)done > 0)
+      k->ordered[w->cp_agent[l]] = w->cp_commit_clock[l][(done - 1) % 16];
     acquire(w, 1u << l, k);
     drop(w->cta, k);
   }
@@ -254,9 +260,12 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
         i32 access = load ? ACCESS_READ : op->scale_d ? ACCESS_ATOMIC : ACCESS_WRITE;
         u8 *global = global_at(m, &a, address + b + e, t->element_bytes, 1, access);
         if (!global) return;
-        if (load) memcpy(shared + e, global, t->element_bytes);
-        else if (op->scale_d) reduce_add(global, shared + e, t->element_bytes, op->scale_d);
-        else memcpy(global, shared + e, t->element_bytes);
+        if (load)
+          memcpy(shared + e, global, t->element_bytes);
+        else if (op->scale_d)
+          reduce_add(global, shared + e, t->element_bytes, op->scale_d);
+        else
+          memcpy(global, shared + e, t->element_bytes);
       }
     }
   }
@@ -334,12 +343,17 @@ static void op_BULK_STORE(Warp *w, const Insn *i, u32 mask) {
 static void land_bulk_store(Cta *cta, Async *op) {
   Actor a = async_actor(cta, op, op->mask);
   u32 bytes = op->bytes[0];
-  if (bytes & 15 || !bytes) { fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, bytes); return; }
+  if (bytes & 15 || !bytes) {
+    fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, bytes);
+    return;
+  }
   u8 *from = shared_at(cta->machine, &a, op->destination[0], bytes, 16, 0);
   u8 *to = from ? global_at(cta->machine, &a, op->source[0], bytes, 16, op->scale_d ? ACCESS_ATOMIC : ACCESS_WRITE) : 0;
   if (!to) return;
-  if (op->scale_d) reduce_add(to, from, bytes, op->scale_d);
-  else memcpy(to, from, bytes);
+  if (op->scale_d)
+    reduce_add(to, from, bytes, op->scale_d);
+  else
+    memcpy(to, from, bytes);
 }
 /* Global to shared, s0 shared, s1 global, s2 bytes, s3 mbarrier. */
 static void op_BULK_LOAD(Warp *w, const Insn *i, u32 mask) {
@@ -356,7 +370,10 @@ static void op_BULK_LOAD(Warp *w, const Insn *i, u32 mask) {
 static void land_bulk_load(Cta *cta, Async *op) {
   Actor a = async_actor(cta, op, op->mask);
   u32 bytes = op->bytes[0];
-  if (bytes & 15 || !bytes) { fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, bytes); return; }
+  if (bytes & 15 || !bytes) {
+    fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, bytes);
+    return;
+  }
   u8 *from = global_at(cta->machine, &a, op->source[0], bytes, 16, ACCESS_READ);
   u8 *to = from ? shared_at(cta->machine, &a, op->destination[0], bytes, 16, 1) : 0;
   if (!to) return;

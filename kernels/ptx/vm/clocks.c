@@ -207,13 +207,33 @@ static inline i32 sees_through_async_proxy(const Actor *a, u32 epoch) {
 
 static inline Actor lane_actor(Warp *w, i32 lane, i32 pc) {
   i32 agent = 1 + w->index * 32 + lane;
-  return (Actor){w->cta, w->knowledge[lane], w->clock, w->fenced_clock, 1 + w->index * 32, 1u << lane,
-                 EPOCH(agent, w->clock[lane]), 0, pc, w->index, lane, 0};
+  return (Actor){w->cta,
+                 w->knowledge[lane],
+                 w->clock,
+                 w->fenced_clock,
+                 1 + w->index * 32,
+                 1u << lane,
+                 EPOCH(agent, w->clock[lane]),
+                 0,
+                 pc,
+                 w->index,
+                 lane,
+                 0};
 }
 
 static inline Actor async_actor(Cta *cta, Async *op, u32 lanes) {
-  return (Actor){cta, op->knowledge, op->clocks, op->fenced_clocks, 1 + op->warp * 32, lanes,
-                 EPOCH(op->agent, op->clock), 1, op->pc, op->warp, lanes ? __builtin_ctz(lanes) : -1, 0};
+  return (Actor){cta,
+                 op->knowledge,
+                 op->clocks,
+                 op->fenced_clocks,
+                 1 + op->warp * 32,
+                 lanes,
+                 EPOCH(op->agent, op->clock),
+                 1,
+                 op->pc,
+                 op->warp,
+                 lanes ? __builtin_ctz(lanes) : -1,
+                 0};
 }
 
 /* Agents above the threads write through the async proxy, except those of cp.async, which is generic. */

@@ -1,9 +1,9 @@
-/* The state of the machine. A launch is a set of CTAs; a CTA has warps, shared memory, mbarriers, named barriers, tensor
-   memory and a list of asynchronous operations that have been issued and have not landed yet.
+/* The state of the machine. A launch is a set of CTAs; a CTA has warps, shared memory, mbarriers, named barriers,
+   tensor memory and a list of asynchronous operations that have been issued and have not landed yet.
 
-   Ordering is tracked with vector clocks. An *agent* is whatever can touch memory on its own: each thread, each thread's
-   cp.async and bulk copies, each warp's wgmma, each TMA load in flight, the tcgen05 pipe. An *epoch* is (agent, clock).
-   Two accesses to one place conflict unless the later one's agent knows the earlier one's epoch. */
+   Ordering is tracked with vector clocks. An *agent* is whatever can touch memory on its own: each thread, each
+   thread's cp.async and bulk copies, each warp's wgmma, each TMA load in flight, the tcgen05 pipe. An *epoch* is
+   (agent, clock). Two accesses to one place conflict unless the later one's agent knows the earlier one's epoch. */
 #pragma once
 #include <stdint.h>
 
@@ -21,8 +21,14 @@ typedef int64_t i64;
 
 enum {
 #define OP(name) OP_##name,
+#define PLAIN OP
+#define CONVERGED OP
+#define ALIGNED OP
 #include "opcodes.h"
 #undef OP
+#undef PLAIN
+#undef CONVERGED
+#undef ALIGNED
   OP_COUNT
 };
 
@@ -65,13 +71,22 @@ typedef struct {
 } Mbarrier;
 
 typedef struct {
-  u32 arrived, waiting_mask_count, generation;
+  u32 arrived, generation;
   u32 expected;
   Knowledge *released;
 } Barrier;
 
-enum { ASYNC_CP, ASYNC_CP_ARRIVE, ASYNC_TMA_LOAD, ASYNC_TMA_STORE, ASYNC_BULK_LOAD, ASYNC_BULK_STORE, ASYNC_WGMMA,
-       ASYNC_TC5_MMA, ASYNC_TC5_COMMIT };
+enum {
+  ASYNC_CP,
+  ASYNC_CP_ARRIVE,
+  ASYNC_TMA_LOAD,
+  ASYNC_TMA_STORE,
+  ASYNC_BULK_LOAD,
+  ASYNC_BULK_STORE,
+  ASYNC_WGMMA,
+  ASYNC_TC5_MMA,
+  ASYNC_TC5_COMMIT
+};
 
 typedef struct Async {
   i32 kind, warp, pc, agent;
@@ -89,23 +104,22 @@ typedef struct Async {
   struct Async *next;
 } Async;
 
-enum { WAIT_NONE, WAIT_MBARRIER, WAIT_BARRIER, WAIT_GROUP, WAIT_TC5, WAIT_ALLOC, WAIT_DONE };
+enum { WAIT_NONE, WAIT_MBARRIER, WAIT_BARRIER, WAIT_GROUP, WAIT_ALLOC, WAIT_DONE };
 
 typedef struct {
   struct Cta *cta;
-  i32 index, wait, wait_id, slept;
+  i32 index, wait, wait_id;
   u32 wait_value, wait_pc;
   u32 live, active, held, at_warp_barrier, napping; /* lane masks */
   u32 pc, lane_pc[32];
   u32 *registers, *predicates;
   u32 clock[32], fenced_clock[32];
   Knowledge *knowledge[32];
-  u32 cp_agent[32], bulk_agent[32], cp_group[32], bulk_group[32], cp_clock[32], bulk_clock[32],
-      cp_commit_clock[32][16];
+  u32 cp_agent[32], bulk_agent[32], cp_group[32], bulk_group[32], cp_clock[32], bulk_clock[32], cp_commit_clock[32][16];
   u32 wgmma_agent, wgmma_clock, wgmma_group, wgmma_issued;
   u32 tmem_agent[2], tmem_clock[2], tc5_loads; /* of tcgen05.ld and tcgen05.st */
-  u32 *tc5_loading; /* per slot: 1 + pc of the tcgen05.ld that has not been waited for */
-  u32 *wgmma_stamp; /* per slot: when a generic write last touched a wgmma register */
+  u32 *tc5_loading;                            /* per slot: 1 + pc of the tcgen05.ld that has not been waited for */
+  u32 *wgmma_stamp;                            /* per slot: when a generic write last touched a wgmma register */
   u32 stamp, fence_stamp;
   u64 *counts; /* executions per instruction */
   u64 executed;
@@ -141,9 +155,26 @@ typedef struct {
   i64 state[3]; /* of what a warp waits for: phase, pending, bytes; or threads arrived, expected */
 } Finding;
 
-enum { FIND_RACE_RAW, FIND_RACE_WAR, FIND_RACE_WAW, FIND_FENCE, FIND_UNWRITTEN, FIND_BOUNDS, FIND_ALIGN, FIND_READONLY,
-       FIND_MBARRIER, FIND_WGMMA, FIND_CONVERGENCE, FIND_BARRIER, FIND_TMEM, FIND_DEADLOCK, FIND_LIMIT, FIND_PENDING,
-       FIND_DESCRIPTOR, FIND_TENSOR_MAP, FIND_REGISTERS };
+enum {
+  FIND_RACE_RAW,
+  FIND_RACE_WAR,
+  FIND_RACE_WAW,
+  FIND_FENCE,
+  FIND_UNWRITTEN,
+  FIND_BOUNDS,
+  FIND_ALIGN,
+  FIND_READONLY,
+  FIND_MBARRIER,
+  FIND_WGMMA,
+  FIND_CONVERGENCE,
+  FIND_BARRIER,
+  FIND_TMEM,
+  FIND_DEADLOCK,
+  FIND_LIMIT,
+  FIND_PENDING,
+  FIND_DESCRIPTOR,
+  FIND_TENSOR_MAP
+};
 #define MAX_FINDINGS 256
 
 typedef struct Machine {
@@ -166,7 +197,6 @@ typedef struct Machine {
   u64 executed, landed, bytes_read[4], bytes_written[4], macs;
   u64 *counts; /* [warps of a CTA][code_count], summed over CTAs */
   u64 progress, sequence;
-  struct Cta *cta;
   i32 starved_warp, starve_left;
   u8 stale[4096]; /* what the async proxy reads where a fence is missing */
 } Machine;

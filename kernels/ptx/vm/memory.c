@@ -31,8 +31,8 @@ static void add_reader(const Actor *a, ReaderSet *set) {
   set->epochs[set->count++] = a->epoch;
 }
 
-/* A read of granules [first, last] whose shadow is at these arrays. Returns whether the async proxy would have seen what
-   was there before. */
+/* A read of granules [first, last] whose shadow is at these arrays. Returns whether the async proxy would have seen
+   what was there before. */
 static i32 shadow_read(Machine *m, const Actor *a, u32 *written, u32 *written_pc, u32 *read, u32 *read_pc, u64 first,
                        u64 last, i32 space, u64 address) {
   i32 stale = 0;
@@ -128,7 +128,6 @@ static Allocation *allocation_at(Machine *m, u64 address, u64 bytes) {
   return 0;
 }
 
-
 /* Another CTA's access to writable memory is never ordered within one launch; one of the same CTA follows the clocks.
    Atomics do not conflict with each other. */
 static void shadow_global(Machine *m, const Actor *a, Allocation *g, u64 first, u64 last, i32 access, u64 address) {
@@ -140,14 +139,17 @@ static void shadow_global(Machine *m, const Actor *a, Allocation *g, u64 first, 
     if (a->async && w > 1 && ordered && !(g->written_pc[i] & ASYNC_WRITTEN) && !sees_through_async_proxy(a, w))
       find(m, FIND_FENCE, wpc, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
     if (access == ACCESS_READ) {
-      if (!w) find(m, FIND_UNWRITTEN, -1, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
-      else if (!ordered) find(m, FIND_RACE_RAW, wpc, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
+      if (!w)
+        find(m, FIND_UNWRITTEN, -1, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
+      else if (!ordered)
+        find(m, FIND_RACE_RAW, wpc, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
       g->read[i] = a->epoch;
       g->read_pc[i] = a->pc;
       g->read_cta[i] = me;
       continue;
     }
-    if (access == ACCESS_ATOMIC && !w) find(m, FIND_UNWRITTEN, -1, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
+    if (access == ACCESS_ATOMIC && !w)
+      find(m, FIND_UNWRITTEN, -1, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
     if (!ordered && !(access == ACCESS_ATOMIC && w_atomic))
       find(m, FIND_RACE_WAW, wpc, a->pc, a->cta, a->warp, a->lane, SPACE_GLOBAL, address);
     u32 r = g->read[i];

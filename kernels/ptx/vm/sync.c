@@ -54,7 +54,10 @@ static void op_REDUX(Warp *w, const Insn *i, u32 mask) {
   const u32 *a = slot(w, i->s0);
   u32 r = a[__builtin_ctz(mask)], first = 1, *d = slot(w, i->d0);
   LANES if (mask >> l & 1) {
-    if (first) { first = 0; continue; }
+    if (first) {
+      first = 0;
+      continue;
+    }
     switch (i->mod) {
       case REDUX_ADD: r += a[l]; break;
       case REDUX_MIN_S: r = MIN((i32)r, (i32)a[l]); break;
@@ -83,7 +86,8 @@ static void wake(Cta *cta, i32 kind, i32 id) {
   cta->machine->progress++;
 }
 
-/* One warp arrives with 32 threads. The last one completes the barrier: those that wait learn what all arrivers knew. */
+/* One warp arrives with 32 threads. The last one completes the barrier: those that wait learn what all arrivers knew.
+ */
 static void barrier_arrive(Warp *w, i32 id, u32 expected, i32 waits, i32 acquires) {
   Cta *cta = w->cta;
   Machine *m = cta->machine;
@@ -92,7 +96,8 @@ static void barrier_arrive(Warp *w, i32 id, u32 expected, i32 waits, i32 acquire
     return;
   }
   Barrier *b = &cta->barriers[id];
-  if (b->arrived && b->expected != expected) find(m, FIND_BARRIER, -1, w->pc, cta, w->index, -1, 0, (u64)id << 32 | expected);
+  if (b->arrived && b->expected != expected)
+    find(m, FIND_BARRIER, -1, w->pc, cta, w->index, -1, 0, (u64)id << 32 | expected);
   if (w->active != w->live) find(m, FIND_CONVERGENCE, -1, w->pc, cta, w->index, -1, 0, id);
   b->expected = expected;
   b->arrived += 32;
@@ -174,7 +179,8 @@ static Mbarrier *mbarrier_at(Cta *cta, u32 address, i32 warp, i32 lane, i32 pc, 
 /* Any use of an mbarrier has to be ordered after its init; one by the async proxy also behind a fence. */
 static void check_init(Machine *m, const Actor *a, Mbarrier *b, u32 address) {
   if (!m->detect) return;
-  if (!knows(a, b->init_epoch)) find(m, FIND_RACE_RAW, b->init_pc, a->pc, a->cta, a->warp, a->lane, SPACE_SHARED, address);
+  if (!knows(a, b->init_epoch))
+    find(m, FIND_RACE_RAW, b->init_pc, a->pc, a->cta, a->warp, a->lane, SPACE_SHARED, address);
   if (a->async && !b->init_fenced && !sees_through_async_proxy(a, b->init_epoch))
     find(m, FIND_FENCE, b->init_pc, a->pc, a->cta, a->warp, a->lane, SPACE_SHARED, address);
 }
@@ -206,7 +212,8 @@ static void op_MBAR_INIT(Warp *w, const Insn *i, u32 mask) {
     if (!b) return;
     Actor a = lane_actor(w, l, w->pc);
     if (!b->valid) shared_at(m, &a, address, 8, 8, 1);
-    if (b->valid || !count || count > 0xfffff) find(m, FIND_MBARRIER, b->init_pc, w->pc, w->cta, w->index, l, SPACE_SHARED, address);
+    if (b->valid || !count || count > 0xfffff)
+      find(m, FIND_MBARRIER, b->init_pc, w->pc, w->cta, w->index, l, SPACE_SHARED, address);
     drop(w->cta, b->released);
     drop(w->cta, b->completed);
     *b = (Mbarrier){1, count, count, 0, w->pc, a.epoch, 0, 0, 0, 0};

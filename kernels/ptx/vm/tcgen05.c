@@ -20,7 +20,8 @@ static u32 *tmem_cell(Machine *m, const Actor *a, u32 lane, u32 column, i32 writ
   if (!c->tmem_allocated[column]) find(m, FIND_TMEM, -1, a->pc, c, a->warp, a->lane, 3, address);
   u64 at = tmem_at(lane, column);
   if (m->detect && write)
-    shadow_write(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address, ACCESS_WRITE);
+    shadow_write(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address,
+                 ACCESS_WRITE);
   else if (m->detect)
     shadow_read(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address);
   (write ? m->bytes_written : m->bytes_read)[3] += 4;
@@ -121,8 +122,10 @@ static void tc5_move(Warp *w, const Insn *i, i32 store) {
       tc5_cell(i->mod, r, l, &lane, &column);
       u32 *cell = tmem_cell(m, &a, base_lane + lane, base_column + column, store);
       if (!cell) return;
-      if (store) *cell = d[l];
-      else d[l] = *cell;
+      if (store)
+        *cell = d[l];
+      else
+        d[l] = *cell;
     }
     if (!store) w->tc5_loading[m->lists[i->list + r]] = w->pc + 1;
   }
@@ -210,8 +213,8 @@ static void land_tc5_mma(Cta *cta, Async *op) {
   const Insn *i = &m->code[op->pc];
   u32 idesc = op->idesc, rows = (idesc >> 24 & 31) << 4, columns = (idesc >> 17 & 63) << 3;
   u32 a_format = idesc >> 7 & 7, b_format = idesc >> 10 & 7;
-  if ((idesc & 0xf) || (idesc >> 4 & 3) != 1 || a_format > 1 || b_format > 1 || (rows != 64 && rows != 128) || columns < 8 ||
-      columns > 256 || (rows == 128 && columns % 16) || idesc >> 30) {
+  if ((idesc & 0xf) || (idesc >> 4 & 3) != 1 || a_format > 1 || b_format > 1 || (rows != 64 && rows != 128) ||
+      columns < 8 || columns > 256 || (rows == 128 && columns % 16) || idesc >> 30) {
     fatal(m, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, 3, idesc);
     return;
   }

@@ -4,15 +4,16 @@
 
 /* --- arithmetic --------------------------------------------------------------------------------------------------- */
 
-/* d = c + sum of 16 products of bf16 (or fp16) numbers, bit for bit as the tensor cores of an H200 add (wgmma, measured):
-   the exponent of a product is the sum of its factors' exponents, not normalised; the 17 terms are aligned to the largest
-   exponent and cut, towards zero, ALIGN_BITS below it; they are added exactly, and the sum is cut to fp32.
+/* d = c + sum of 16 products of bf16 (or fp16) numbers, bit for bit as the tensor cores of an H200 add (wgmma,
+   measured): the exponent of a product is the sum of its factors' exponents, not normalised; the 17 terms are aligned
+   to the largest exponent and cut, towards zero, ALIGN_BITS below it; they are added exactly, and the sum is cut to
+   fp32.
 
-   A row of A at a time, eight columns of B at a time. Numbers are held as fp32, so that products are exact, beside their
-   exponents. */
+   A row of A at a time, eight columns of B at a time. Numbers are held as fp32, so that products are exact, beside
+   their exponents. */
 #define ALIGN_BITS 25
 #define MAX_COLUMNS 256
-#define NO_EXPONENT -4096       /* of zero */
+#define NO_EXPONENT -4096      /* of zero */
 #define SPECIAL_EXPONENT 65536 /* of infinities and NaN: next to any other it stands out */
 
 typedef struct {
@@ -93,8 +94,10 @@ typedef struct {
 static inline u32 element_address(const Descriptor *d, u32 mn, u32 k) {
   u32 line = d->swizzle_bytes / 2, a;
   if (!d->mn_major) {
-    if (d->swizzle_bytes) a = d->start + (mn >> 3) * d->stride + (mn & 7) * d->swizzle_bytes + k * 2;
-    else a = d->start + (mn >> 3) * d->stride + (k >> 3) * d->leading + (mn & 7) * 16 + (k & 7) * 2;
+    if (d->swizzle_bytes)
+      a = d->start + (mn >> 3) * d->stride + (mn & 7) * d->swizzle_bytes + k * 2;
+    else
+      a = d->start + (mn >> 3) * d->stride + (k >> 3) * d->leading + (mn & 7) * 16 + (k & 7) * 2;
   } else if (d->swizzle_bytes) {
     a = d->start + mn / line * d->leading + (k >> 3) * d->stride + (k & 7) * d->swizzle_bytes + mn % line * 2;
   } else {
@@ -107,8 +110,8 @@ static float half_value(u16 h, i32 is_f16) { return is_f16 ? f16_to_float(h) : a
 
 /* Elements [first, first + count) along mn by 16 along k, as values[mn][k] with this pitch. Read in runs of 8 along the
    major dimension, which no layout splits. */
-static i32 read_operand(Cta *cta, const Actor *actor, const Descriptor *d, u32 first, u32 count, i32 is_f16, float *values,
-                        u32 mn_pitch, u32 k_pitch) {
+static i32 read_operand(Cta *cta, const Actor *actor, const Descriptor *d, u32 first, u32 count, i32 is_f16,
+                        float *values, u32 mn_pitch, u32 k_pitch) {
   Machine *m = cta->machine;
   if (!d->mn_major) {
     for (u32 mn = 0; mn < count; mn++)
@@ -183,7 +186,8 @@ static void land_wgmma(Cta *cta, Async *op) {
   if (i->mod & WGMMA_A_REGISTERS) {
     for (i32 r = 0; r < 4; r++)
       LANES for (i32 h = 0; h < 2; h++) /* rows lane / 4 (+ 8), columns 2 (lane % 4) + {0, 1} (+ 8) */
-        a[l / 4 + 8 * (r & 1)][2 * (l % 4) + h + 8 * (r >> 1)] = half_value(op->registers[32 * r + l] >> 16 * h, is_f16);
+          a[l / 4 + 8 * (r & 1)][2 * (l % 4) + h + 8 * (r >> 1)] =
+              half_value(op->registers[32 * r + l] >> 16 * h, is_f16);
   } else {
     Descriptor da;
     if (!wgmma_descriptor(cta, op, op->a_desc, (i->mod & WGMMA_A_MN) != 0, &da)) return;
@@ -193,9 +197,11 @@ static void land_wgmma(Cta *cta, Async *op) {
   if (!wgmma_descriptor(cta, op, op->b_desc, (i->mod & WGMMA_B_MN) != 0, &db)) return;
   if (!read_operand(cta, &actor, &db, 0, columns, is_f16, &b.value[0][0], 1, MAX_COLUMNS)) return;
   if (i->mod & WGMMA_NEGATE_A)
-    for (i32 r = 0; r < 16; r++) for (i32 k = 0; k < 16; k++) a[r][k] = -a[r][k];
+    for (i32 r = 0; r < 16; r++)
+      for (i32 k = 0; k < 16; k++) a[r][k] = -a[r][k];
   if (i->mod & WGMMA_NEGATE_B)
-    for (i32 k = 0; k < 16; k++) for (i32 n = 0; n < columns; n++) b.value[k][n] = -b.value[k][n];
+    for (i32 k = 0; k < 16; k++)
+      for (i32 n = 0; n < columns; n++) b.value[k][n] = -b.value[k][n];
   for (i32 n = 0; n < columns / 8; n++)
     for (i32 r = 0; r < 4; r++) {
       const u32 *from = slot(w, d[4 * n + r]);

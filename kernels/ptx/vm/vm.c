@@ -13,4 +13,7 @@ double exp2(double), log2(double), ldexp(double, int);
 #include "async.c"
 #include "tensor.c"
 #include "tcgen05.c"
-#include "run.c"
+#include "access.c"
+#include "landing.c"
+#include "interpreter.c"
+#include "schedule.c"

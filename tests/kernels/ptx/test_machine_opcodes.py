@@ -107,7 +107,7 @@ def held_opcodes() -> Iterator[tuple[str, str]]:
 
 def test_every_opcode_of_the_machine_is_held_by_a_snippet() -> None:
     listed = Path(program.__file__).parent / "vm/opcodes.h"
-    known = set(re.findall(r"\bOP\((\w+)\)", listed.read_text().split("*/", 1)[1]))
+    known = set(re.findall(r"\b(?:OP|PLAIN|CONVERGED|ALIGNED)\((\w+)\)", listed.read_text().split("*/", 1)[1]))
     assert known == set(program.OPCODES)
     held = {opcode for opcode, _ in held_opcodes()}
     assert held.isdisjoint(NOT_HELD), held & set(NOT_HELD)
