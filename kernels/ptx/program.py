@@ -15,11 +15,9 @@ from dsa_planner.kernels.ptx.registers import Use, allocate, live_spans
 
 __all__ = ["FIELDS", "OPCODES", "REGISTER_WIDTHS", "Insn", "Program", "assemble", "read", "written"]
 
+_LISTED = (Path(__file__).parent / "vm/opcodes.h").read_text().split("*/", 1)[1]
 OPCODES = {
-    name: number
-    for number, name in enumerate(
-        re.findall(r"\b(?:OP|PLAIN|CONVERGED|ALIGNED)\((\w+)\)", (Path(__file__).parent / "vm/opcodes.h").read_text().split("*/", 1)[1])
-    )
+    name: number for number, name in enumerate(re.findall(r"\b(?:OP|PLAIN|CONVERGED|ALIGNED)\((\w+)\)", _LISTED))
 }
 FIELDS = (
     "op", "guard", "d0", "d1", "s0", "s1", "s2", "s3", "imm", "imm2", "mod", "list", "n", "line", "touches", "target",

@@ -35,7 +35,7 @@ def plan_of(topk: int) -> PlanFile:
     return find_plan({"backend": "default", "arch": ROWS[0].arch, "topk": topk})
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("topk", [128, 384, 1024, 2048])
 def test_the_machine_and_the_gpu_give_the_same_bits(topk: int, number: int) -> None:
     plan = plan_of(topk)
