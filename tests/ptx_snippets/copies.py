@@ -526,10 +526,10 @@ for _bytes in (32, 64, 128):
     _load_tiles(f"tile-loads-swizzle-{_bytes}", [t for t in _TILES if _MAPS[t[0]].swizzle_bytes == _bytes])
 
 _STORES: list[tuple[str, tuple[int, ...]]] = [
-    ("sline", (16,)), ("sline", (88,)), ("sline", (-20,)),
-    ("splain", (0, 0)), ("splain", (32, 12)), ("splain", (16, -4)),
-    ("ss32", (48, 3)), ("ss64", (-8, 5)), ("ss128", (64, 8)), ("ss128", (-8, -9)),
-    ("scube", (8, 3, 4)), ("scube", (-8, -1, -1)),
+    ("sline", (16,)), ("sline", (88,)), ("sline", (52,)),
+    ("splain", (0, 0)), ("splain", (32, 12)), ("splain", (16, 8)),
+    ("ss32", (48, 3)), ("ss64", (8, 5)), ("ss128", (64, 12)), ("ss128", (0, 0)),
+    ("scube", (8, 3, 4)), ("scube", (0, 0, 1)),
 ]  # fmt: skip
 _STORED = {
     "sline": TensorMapSpec("o0", "f32", (100,), (), (32,)),
@@ -585,8 +585,8 @@ _SUMMED = {
     "swizzled": TensorMapSpec("more", "f32", (40, 12), (160,), (32, 8), 128),
 }
 _SUMS: list[tuple[str, tuple[int, int]]] = [
-    ("flat", (0, 0)), ("flat", (8, 2)), ("flat", (-4, 7)), ("swizzled", (0, 0)), ("swizzled", (16, 6)),
-    ("swizzled", (-4, -2)),
+    ("flat", (0, 0)), ("flat", (8, 2)), ("flat", (4, 7)), ("swizzled", (0, 0)), ("swizzled", (16, 6)),
+    ("swizzled", (4, 2)),
 ]  # fmt: skip
 _SUM_VALUES = np.random.default_rng(55).integers(-50, 50, 6 * 256).astype(np.float32)
 

@@ -233,6 +233,11 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
     fatal(m, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, (u64)(i64)op->coordinates[0]);
     return;
   }
+  for (u32 d = 0; d < rank && !load; d++) /* loads fill with zeros there; stores are illegal on an H200 */
+    if (op->coordinates[d] < 0) {
+      fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, (u64)(i64)op->coordinates[d]);
+      return;
+    }
   for (u32 r = 0; r < rows; r++) {
     u64 address = t->base + (i64)op->coordinates[0] * t->element_bytes;
     u32 inside = 1, index = r;

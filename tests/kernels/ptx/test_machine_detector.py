@@ -595,6 +595,8 @@ REDUCE = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group 
         (STORE.replace("[%r20]", "[%r20 + 64]"), 4, (8, 4), 0, "misaligned access"),
         (STORE, 4, (16, 2), 32, "misaligned access"),  # the box is wider than the swizzle
         ("mov.u32 %r1, 3;" + STORE, 4, (8, 4), 0, "misaligned access"),  # of the innermost coordinate, in bytes
+        ("mov.u32 %r1, -4;" + STORE, 4, (8, 4), 0, "access out of bounds"),  # only loads may begin before a tensor
+        ("mov.u32 %r1, -4;" + REDUCE, 4, (8, 4), 0, "access out of bounds"),
         (STORE, 4, (3, 4), 0, "tensor map"),  # a row of the box is no multiple of 16 bytes
         (STORE.replace("[%d4,", "[%d0,"), 4, (8, 4), 0, "tensor map"),
     ],
