@@ -534,9 +534,9 @@ _STORES: list[tuple[str, tuple[int, ...]]] = [
 _STORED = {
     "sline": TensorMapSpec("o0", "f32", (100,), (), (32,)),
     "splain": TensorMapSpec("o1", "f16", (40, 20), (96,), (16, 8)),
-    "ss32": TensorMapSpec("o2", "bf16", (60, 24), (128,), (16, 24), 32),
-    "ss64": TensorMapSpec("o3", "bf16", (60, 24), (128,), (32, 16), 64),
-    "ss128": TensorMapSpec("o4", "f16", (100, 24), (208,), (64, 16), 128),
+    "ss32": TensorMapSpec("o2", "bf16", (56, 24), (128,), (16, 24), 32),
+    "ss64": TensorMapSpec("o3", "bf16", (56, 24), (128,), (32, 16), 64),
+    "ss128": TensorMapSpec("o4", "f16", (96, 24), (208,), (64, 16), 128),
     "scube": TensorMapSpec("o5", "bf16", (72, 6, 5), (144, 144 * 7), (64, 4, 2), 128),
 }
 _MAPS.update(_STORED)

@@ -233,6 +233,12 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
     fatal(m, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, (u64)(i64)op->coordinates[0]);
     return;
   }
+  u64 row_end = (u64)t->extent[0] * t->element_bytes;
+  i32 crosses = op->coordinates[0] + (i64)t->box[0] > t->extent[0];
+  if (!load && (row_end & 15) && crosses) { /* an H200 writes on to the next multiple of 16 bytes */
+    fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, t->base + row_end);
+    return;
+  }
   for (u32 d = 0; d < rank && !load; d++) /* loads fill with zeros there; stores are illegal on an H200 */
     if (op->coordinates[d] < 0) {
       fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, (u64)(i64)op->coordinates[d]);
