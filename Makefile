@@ -50,7 +50,7 @@ lint: $(VENV)/.lint
 	$(VENV)/bin/clang-format --dry-run -Werror kernels/ptx/vm/*.[ch]
 	$(VENV)/bin/mypy
 
-docs: $(VENV)/.compile
+docs: $(VENV)/.test
 	$(VENV)/bin/python docs/generate.py
 
 clean:

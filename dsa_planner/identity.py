@@ -41,7 +41,7 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "config": complete,
         "sources": kernel.source_digest,
         "options": compiler_options(complete["arch"], kernel.options),
-        "launch": dict(kernel.launch),
+        "launch": kernel.launch_for(complete),
     }
 
 

@@ -73,6 +73,7 @@ class Shape:
             "id_limit": keys if ids_are_flat else s_k,
             "id_offset": 0 if ids_are_flat else s_k,
         }
+        record.complete(self.values)
         call_facts = {"d_index_k": d_index_k}
         self.workspace_bytes = workspace_bytes(record.buffers, self.values, d_index_k)
         self.sizes = (*[tensor.nbytes for tensor in tensors], self.workspace_bytes)
@@ -268,15 +269,17 @@ class Block:
         for index, (name, tensor_map) in enumerate(layout.maps.items()):
             position, offset = shape.places[name]
             address = addresses[position] + offset
+            if not address:  # an empty tensor, of which nothing is read: any memory will do
+                address = addresses[0]
             if self._encoded.get(name) != (address, shape):
                 self._encode(self._map_base + _MAP_BYTES * index, tensor_map, address, shape)
                 self._encoded[name] = (address, shape)
         self._addresses = addresses
 
     def _encode(self, destination: int, tensor_map: TensorMap, address: int, shape: Shape) -> None:
-        """Write a CUtensorMap over a contiguous tensor; an empty one gets none, and its kernel has no CTA."""
+        """Write a CUtensorMap over a contiguous tensor; without extents or memory none: its kernel has no CTA."""
         extents = [extent(shape.values) for extent in tensor_map.extents]
-        if not all(extents):
+        if not (all(extents) and address):
             return
         pitch = _ELEMENT_BYTES[tensor_map.element]
         strides = []

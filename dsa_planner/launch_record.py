@@ -6,7 +6,8 @@ number is kept by hand. It has
 * ``kernels``, in launch order: ``name``; ``grid`` (CTAs, an expression), ``block`` (threads) and ``shared_bytes``
   (dynamic shared memory); ``parameters``, in the kernel's order; optionally ``when``, the call that it is launched for;
 * ``buffers``: scratch of a launch: ``name``, ``bytes`` (an expression), optionally ``when`` it is needed, and ``else``,
-  the tensor that stands in for it when not.
+  the tensor that stands in for it when not;
+* optionally ``values``, further launch values: ``name`` and ``value`` (an expression over those before it).
 
 Parameter types: ``pointer`` (the tensor or buffer of that name), ``int32`` and ``float32`` (the launch value of that
 name) and ``tensor_map`` (a CUtensorMap over the tensor of that name: ``element`` dtype, ``extents`` innermost first,
@@ -21,7 +22,7 @@ Standard library only.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,7 @@ class LaunchRecord:
 
     kernels: tuple[KernelLaunch, ...]
     buffers: tuple[Buffer, ...]
+    values: tuple[tuple[str, Expression], ...] = ()
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> LaunchRecord:
@@ -123,18 +125,40 @@ class LaunchRecord:
         Raises:
             ValueError: it is malformed; the message names the place.
         """
-        _keys(data, "launch record", {"kernels", "buffers"})
-        buffers = tuple(_buffer(entry) for entry in _list(data["buffers"], "buffers"))
-        names = {*TENSORS, *(buffer.name for buffer in buffers)}
+        _keys(data, "launch record", {"kernels", "buffers"}, {"values"})
+        integers = set(LAUNCH_VALUES) - _FLOATS
+        values = []
+        for entry in _list(data.get("values", []), "values"):
+            _keys(entry, "value", {"name", "value"})
+            name = _name(entry, "value")
+            if name in integers | _FLOATS:
+                raise ValueError(f"two values have the name {name}")
+            values.append((name, compile_expression(entry["value"], integers)))
+            integers.add(name)
+        buffers = tuple(_buffer(entry, integers) for entry in _list(data["buffers"], "buffers"))
+        names = _Names({*TENSORS, *(buffer.name for buffer in buffers)}, integers)
         kernels = tuple(_kernel(entry, names) for entry in _list(data["kernels"], "kernels"))
         for what, found in (("kernels", kernels), ("buffers", buffers)):
             if len({entry.name for entry in found}) != len(found):
                 raise ValueError(f"two {what} have one name")
-        return cls(kernels, buffers)
+        return cls(kernels, buffers, tuple(values))
+
+    def complete(self, values: dict[str, Any]) -> None:
+        """Add the record's own values to those of a launch."""
+        for name, expression in self.values:
+            values[name] = expression(values)
 
 
-def compile_expression(text: str) -> Expression:
-    """Compile an expression over the launch values.
+@dataclass(frozen=True)
+class _Names:
+    """What parameters may be: tensors and buffers, and integer launch values."""
+
+    memory: Container[str]
+    integers: Container[str]
+
+
+def compile_expression(text: str, names: Container[str] = frozenset(LAUNCH_VALUES) - _FLOATS) -> Expression:
+    """Compile an expression over integer launch values.
 
     Raises:
         ValueError: it is not of the language; nothing of it was run.
@@ -145,11 +169,11 @@ def compile_expression(text: str) -> Expression:
         tree = ast.parse(text, mode="eval")
     except SyntaxError as error:
         raise ValueError(f"expression {text!r}: {error.msg}") from None
-    _check_expression(tree.body, text)
+    _check_expression(tree.body, text, names)
     lambda_tree = ast.Expression(
         ast.Lambda(
             ast.arguments(posonlyargs=[], args=[ast.arg("values")], kwonlyargs=[], kw_defaults=[], defaults=[]),
-            _Subscripts().visit(tree.body),
+            _Subscripts(names).visit(tree.body),
         )
     )
     code = compile(ast.fix_missing_locations(lambda_tree), f"<{text}>", "eval")
@@ -165,8 +189,11 @@ def holds(when: Mapping[str, str], call: Mapping[str, str]) -> bool:
 class _Subscripts(ast.NodeTransformer):
     """Names of launch values become lookups in the lambda's argument."""
 
+    def __init__(self, names: Container[str]) -> None:
+        self.names = names
+
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id not in LAUNCH_VALUES:
+        if node.id not in self.names:
             return node
         return ast.Subscript(ast.Name("values", ast.Load()), ast.Constant(node.id), ast.Load())
 
@@ -175,14 +202,14 @@ def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def _check_expression(node: ast.AST, text: str) -> None:
+def _check_expression(node: ast.AST, text: str, names: Container[str]) -> None:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return
-    if isinstance(node, ast.Name) and node.id in LAUNCH_VALUES and node.id not in _FLOATS:
+    if isinstance(node, ast.Name) and node.id in names:
         return
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult, ast.FloorDiv)):
-        _check_expression(node.left, text)
-        _check_expression(node.right, text)
+        _check_expression(node.left, text, names)
+        _check_expression(node.right, text, names)
         return
     if (
         isinstance(node, ast.Call)
@@ -192,17 +219,17 @@ def _check_expression(node: ast.AST, text: str) -> None:
         and not node.keywords
     ):
         for argument in node.args:
-            _check_expression(argument, text)
+            _check_expression(argument, text, names)
         return
     raise ValueError(f"expression {text!r}: {ast.unparse(node)!r} is not part of the language")
 
 
-def _kernel(entry: Any, names: set[str]) -> KernelLaunch:
+def _kernel(entry: Any, names: _Names) -> KernelLaunch:
     _keys(entry, "kernel", {"name", "grid", "block", "shared_bytes", "parameters"}, {"when"})
     name = _name(entry, "kernel")
     return KernelLaunch(
         name=name,
-        grid=compile_expression(entry["grid"]),
+        grid=compile_expression(entry["grid"], names.integers),
         block=_number(entry, "block", f"kernel {name}", range(1, 1025)),
         shared_bytes=_number(entry, "shared_bytes", f"kernel {name}", range(1 << 20)),
         parameters=tuple(_parameter(parameter, names) for parameter in _list(entry["parameters"], "parameters")),
@@ -210,14 +237,12 @@ def _kernel(entry: Any, names: set[str]) -> KernelLaunch:
     )
 
 
-def _parameter(entry: Any, names: set[str]) -> Parameter:
+def _parameter(entry: Any, names: _Names) -> Parameter:
     _keys(entry, "parameter", {"name", "type"}, {"element", "extents", "box", "swizzle_bytes"})
     name, type_ = _name(entry, "parameter"), entry["type"]
     if not isinstance(type_, str) or type_ not in PARAMETER_BYTES:
         raise ValueError(f"parameter {name}: type {shown(type_)} is none of {sorted(PARAMETER_BYTES)}")
-    known = (
-        names if type_ in ("pointer", "tensor_map") else _FLOATS if type_ == "float32" else set(LAUNCH_VALUES) - _FLOATS
-    )
+    known = {"int32": names.integers, "float32": _FLOATS}.get(type_, names.memory)
     if name not in known:
         raise ValueError(f"parameter {name}: there is no {type_} of that name")
     map_keys = {"element", "extents", "box", "swizzle_bytes"}
@@ -232,17 +257,20 @@ def _parameter(entry: Any, names: set[str]) -> Parameter:
     if entry["element"] not in DTYPES or _number(entry, "swizzle_bytes", f"parameter {name}") not in SWIZZLES:
         raise ValueError(f"parameter {name}: element is one of {DTYPES}, swizzle_bytes one of {SWIZZLES}")
     tensor_map = TensorMap(
-        entry["element"], tuple(compile_expression(extent) for extent in extents), tuple(box), entry["swizzle_bytes"]
+        entry["element"],
+        tuple(compile_expression(extent, names.integers) for extent in extents),
+        tuple(box),
+        entry["swizzle_bytes"],
     )
     return Parameter(name, type_, tensor_map)
 
 
-def _buffer(entry: Any) -> Buffer:
+def _buffer(entry: Any, integers: Container[str]) -> Buffer:
     _keys(entry, "buffer", {"name", "bytes"}, {"when", "else"})
     name, otherwise = _name(entry, "buffer"), entry.get("else")
     if otherwise is not None and otherwise not in TENSORS:
         raise ValueError(f"buffer {name}: there is no tensor {shown(otherwise)}")
-    return Buffer(name, compile_expression(entry["bytes"]), _when(entry, f"buffer {name}"), otherwise)
+    return Buffer(name, compile_expression(entry["bytes"], integers), _when(entry, f"buffer {name}"), otherwise)
 
 
 def _when(entry: Mapping[str, Any], what: str) -> Mapping[str, str]:

@@ -175,6 +175,7 @@ class _Launch:
         self.record = LaunchRecord.parse(plan.launch)
         self.facts = {"d_index_k": call.case.d_index_k}
         self.values = launch_values(plan.config, call.case)
+        self.record.complete(self.values)
         self.arrays = {name: array.copy() for name, array in call.arrays.items()} | empty_outputs(plan.config, call)
         written = {"attn_score", *OUTPUTS}
         for buffer in self.record.buffers:

@@ -22,7 +22,9 @@ MODULE_PREFIX = "dsa_planner.kernels."
 class Kernel:
     """One entry of the catalogue.
 
-    ``launch`` is the launch record and ``options`` the compile options, both plain JSON data; ``sources`` maps the name
+    ``launch`` is the launch record and ``options`` the compile options, both plain JSON data; a part of the record that
+    not every plan has says in ``only`` which config values it is for. ``module`` has the ``program(config)`` that is
+    compiled: fixed, since kernel symbols must not depend on the caller. ``sources`` maps the name
     of every file of this package that the compilation reads to its bytes; ``source_digest`` is the SHA-256 over them.
     """
 
@@ -34,8 +36,25 @@ class Kernel:
 
     @property
     def module(self) -> str:
-        """The module whose ``program(config)`` is compiled. Fixed: kernel symbols must not depend on the caller."""
         return MODULE_PREFIX + self.name
+
+    def launch_for(self, config: Mapping[str, Any]) -> Any:
+        """The launch record of one plan."""
+        return _only_for(config, self.launch)
+
+
+def _only_for(config: Mapping[str, Any], part: Any) -> Any:
+    """A part of a record without those of other configs."""
+    if isinstance(part, dict):
+        return {key: _only_for(config, value) for key, value in part.items() if key != "only"}
+    if isinstance(part, list):
+        wanted = (entry for entry in part if not isinstance(entry, dict) or _holds(entry.get("only", {}), config))
+        return [_only_for(config, entry) for entry in wanted]
+    return part
+
+
+def _holds(only: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    return all(config[name] == value for name, value in only.items())
 
 
 def digest_sources(files: Mapping[str, bytes]) -> str:

@@ -47,6 +47,29 @@ class ScoreGrad:
         rows: Int32,
         keys: Int32,
     ):
+        self.run(attn_score, index_score, grad_loss, dk_accum, loss_scale, rows, keys)
+
+    @cute.kernel
+    def kernel_with_ticket(
+        self,
+        attn_score: cute.Pointer,
+        index_score: cute.Pointer,
+        grad_loss: cute.Pointer,
+        dk_accum: cute.Pointer,
+        ticket: cute.Pointer,
+        loss_scale: Float32,
+        rows: Int32,
+        keys: Int32,
+    ):
+        """The same, and the counter that stage 2 draws rows from is zeroed."""
+        thread, _, _ = arch.thread_idx()
+        block, _, _ = arch.block_idx()
+        if block + thread == 0:
+            ticket.store(Int32(0))
+        self.run(attn_score, index_score, grad_loss, dk_accum, loss_scale, rows, keys)
+
+    @cute.jit
+    def run(self, attn_score, index_score, grad_loss, dk_accum, loss_scale, rows, keys):
         thread, _, _ = arch.thread_idx()
         block, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
@@ -94,4 +117,5 @@ class ScoreGrad:
             key += warps
 
 
-ScoreGrad.kernel.set_name_prefix("dsa_score_grad", remove_cutlass_symbol=True, keep_mangled_name=False)
+for _kernel in (ScoreGrad.kernel, ScoreGrad.kernel_with_ticket):
+    _kernel.set_name_prefix("dsa_score_grad", remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -93,4 +93,4 @@ def test_the_plan_id_is_that_of_the_run_side() -> None:
 
 def test_a_config_that_is_not_built_yet_has_no_plan_id() -> None:
     with pytest.raises(UnsupportedError, match="does not build it yet"):
-        PlanConfig(backend="sm100_v2", arch="sm_100f", topk=128).plan_id  # noqa: B018
+        PlanConfig(backend="sm90_v2", arch="sm_90a", topk=128).plan_id  # noqa: B018

@@ -162,10 +162,11 @@ def test_the_table_names_what_is_not_built_yet_and_refuses_it_with_a_way_out() -
         if row.kernel is None:
             with pytest.raises(UnsupportedError, match=f"backend {row.backend} for {row.arch}: the envelope names it"):
                 envelope.require_built(row)
+    config = envelope.plan_config({"backend": "sm90_v2", "arch": "sm_90a", "topk": 128, "d_weights": "fp32"})
     with pytest.raises(UnsupportedError) as error:
-        envelope.require_built(rows["default", "sm_100f"])
+        envelope.require_built(rows["sm90_v2", "sm_90a"], config)
     assert str(error.value) == (
-        "backend default for sm_100f: the envelope names it, and this version does not build it yet, nor another "
+        "backend sm90_v2 for sm_90a: the envelope names it, and this version does not build it yet, nor another "
         "backend that serves this request on these devices; see dsa-plan explain for what it builds"
     )
     with pytest.raises(UnsupportedError, match="does not build it yet; use default for sm_90a"):

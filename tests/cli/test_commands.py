@@ -65,31 +65,39 @@ def test_precompile_builds_and_then_hits(command: Command) -> None:
     assert {path: path.read_bytes() for path in command.layer.rglob("*.dsaplan")} == before
 
 
-def test_precompile_without_arch_and_backend_names_what_it_cannot_build(filled: Command) -> None:
-    out = filled("precompile", "--topk", "128")
-    missing = [row for row in rows(out.stdout) if row[0] == "-"]
-    assert [row[1:3] for row in missing] == [
-        [row.backend, row.arch] for name in envelope.backends() for row in envelope.rows_for(name) if row.kernel is None
-    ]
-    assert all(row[-3:] == ["not", "built", "yet"] for row in missing)
-    assert f"1 hit, {len(missing)} not available" in out.stdout
+def test_precompile_without_arch_and_backend_covers_every_row_and_names_what_it_leaves_out(filled: Command) -> None:
+    out = filled("precompile", "--topk", "128", "--dry-run")
+    found = {tuple(row[1:3]): " ".join(row[10:]) for row in rows(out.stdout)[1:-1]}
+    assert found == {
+        (row.backend, row.arch): "not built yet"
+        if row.kernel is None
+        else f"only with --arch {row.arch}"
+        if not row.preferred
+        else "hit"
+        if (row.backend, row.arch) == ("default", "sm_90a")
+        else "missing"
+        for row in envelope.ENVELOPE
+    }
+    left_out = sum(row.kernel is None or not row.preferred for row in envelope.ENVELOPE)
+    assert f"1 hit, 3 missing, {left_out} not available" in out.stdout
 
 
 def test_precompile_json(filled: Command) -> None:
-    found = json.loads(filled("precompile", "--topk", "128", "--json").stdout)
-    (plan,) = found["plans"]
+    found = json.loads(filled("precompile", "--topk", "128", "--backend", "default", "--json", "--dry-run").stdout)
+    plan, other = found["plans"]
+    assert (other["status"], other["config"]["arch"]) == ("missing", "sm_100f")
     assert plan["status"] == "hit"
     assert plan["config"] == envelope.plan_config({"arch": "sm_90a", "topk": 128})
     assert plan["layer"] == str(filled.layer)
     assert [kernel["name"] for kernel in plan["kernels"]] == ["score_grad", "gradients", "round_d_index_k"]
     assert {kernel["spill_store_bytes"] for kernel in plan["kernels"]} == {0}
-    assert found["counts"] == {"hit": 1, "built": 0, "missing": 0, "failed": 0}
-    assert {row["reason"] for row in found["not_available"]} == {"not built yet"}
+    assert found["counts"] == {"hit": 1, "built": 0, "missing": 1, "failed": 0}
+    assert {row["reason"] for row in found["not_available"]} == {"only with --arch sm_100a"}
 
 
 def test_precompile_dry_run_compiles_nothing(command: Command) -> None:
     out = command("precompile", "--topk", "all", "--dry-run")
-    assert len([row for row in rows(out.stdout) if row[-1] == "missing"]) == 16
+    assert len([row for row in rows(out.stdout) if row[-1] == "missing"]) == 4 * 16
     assert not command.layer.exists()
 
 
@@ -142,14 +150,16 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["--topk", "128", "--arch", "sm_90a,"], "--arch 'sm_90a,': it has to be a list"),
     (["--topk", "128", "--d-weights", "fp16"], "d_weights='fp16': backend default for sm_90a takes d_weights bf16"),
-    (["--topk", "128", "--heads", "32"], "heads=32: backend default for sm_90a takes heads 64; nearest is 64"),
+    (["--topk", "128", "--heads", "16"], "heads=16: backend default for sm_90a takes heads 64; nearest is 64"),
+    (
+        ["--topk", "128", "--heads", "32", "--backend", "sm100_v2"],
+        "heads=32: backend sm100_v2 for sm_100f takes heads 64; nearest is 64",
+    ),
     (["--topk", "128", "--backend", "default", "--deterministic"], "deterministic=True: backend default for sm_90a"),
     (
-        ["--topk", "128", "--arch", "sm_100f"],
-        "backend default for sm_100f: the envelope names it, and this version does not build it yet, nor another backend",
+        ["--topk", "128", "--backend", "sm90_v2"],
+        "backend sm90_v2 for sm_90a: the envelope names it, and this version does not build it yet; use default for",
     ),
-    (["--topk", "128", "--arch", "sm_90a,sm_100f"], "backend default for sm_100f: the envelope names it"),
-    (["--topk", "128", "--backend", "sm100_v2"], "backend sm100_v2 for sm_100f: the envelope names it"),
     (["--topk", "128", "--backend", "default,sm90_v2"], "backend sm90_v2 for sm_90a: the envelope names it"),
     (
         ["--topk", "128", "--backend", "sm90_v2", "--arch", "sm_100f"],
@@ -257,7 +267,8 @@ def test_home_unset_works_or_is_one_line(command: Command, compiled: PlanFile) -
     assert "plans in " in out.stdout
     image = command.home / "image"
     WritableLayer(image, 1 << 30).publish(compiled)
-    out = command("precompile", "--topk", "128", DSA_PLAN_PATH=str(image), DSA_PLAN_CACHE_DIR="none")
+    hopper = ("--topk", "128", "--arch", "sm_90a", "--backend", "default")
+    out = command("precompile", *hopper, DSA_PLAN_PATH=str(image), DSA_PLAN_CACHE_DIR="none")
     assert "1 hit" in out.stdout
 
 
@@ -443,7 +454,9 @@ def test_explain_says_whether_a_request_is_supported_and_compiled(filled: Comman
     out = filled("explain", "--topk", "256")
     lines = out.stdout.splitlines()
     assert lines[0].endswith("not compiled yet")
-    assert [line.partition(":")[0] for line in lines] == ["supported", *["refused"] * (len(envelope.ENVELOPE) - 1)]
+    assert [line.partition(":")[0] for line in lines] == [
+        "supported" if row.kernel else "refused" for name in envelope.backends() for row in envelope.rows_for(name)
+    ]
 
 
 def test_explain_of_a_refused_request_names_the_nearest(command: Command) -> None:

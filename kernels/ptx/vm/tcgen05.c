@@ -203,8 +203,12 @@ static i32 tc5_descriptor(Machine *m, Cta *cta, Async *op, u64 d, i32 mn_major, 
   return 1;
 }
 
-/* The lane that holds row r of a matrix of `rows` rows: 64 rows take 16 lanes of each quarter. */
-static u32 tc5_lane(u32 rows, u32 r) { return rows == 64 ? 32 * (r / 16) + r % 16 : r; }
+/* The lane that holds row r of a matrix of `rows` rows: 64 rows take 16 lanes of each quarter, from lane 0 or 16 on. */
+static u32 tc5_lane(u32 rows, u32 address, u32 r) {
+  return (address >> 16) + (rows == 64 ? 32 * (r / 16) + r % 16 : r);
+}
+
+static i32 tc5_lanes_fit(u32 rows, u32 address) { return !(address >> 16) || (rows == 64 && address >> 16 == 16); }
 
 static void land_tc5_mma(Cta *cta, Async *op) {
   float a[128][16], c[MAX_COLUMNS];
@@ -218,6 +222,11 @@ static void land_tc5_mma(Cta *cta, Async *op) {
     fatal(m, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, 3, idesc);
     return;
   }
+  u32 a_address = i->mod & TC5_A_TMEM ? (u32)op->a_desc : 0;
+  if (!tc5_lanes_fit(rows, op->d_address) || !tc5_lanes_fit(rows, a_address)) {
+    fatal(m, FIND_TMEM, -1, op->pc, cta, op->warp, -1, 3, op->d_address);
+    return;
+  }
   Actor actor = async_actor(cta, op, op->mask), inside = actor;
   inside.async = 0; /* tensor memory has no proxies */
   inside.pipe = op->agent;
@@ -225,7 +234,7 @@ static void land_tc5_mma(Cta *cta, Async *op) {
   if (i->mod & TC5_A_TMEM) { /* two elements in a column */
     for (u32 r = 0; r < rows; r++)
       for (u32 k = 0; k < 16; k += 2) {
-        u32 *cell = tmem_cell(m, &inside, tc5_lane(rows, r), (u32)(op->a_desc & 0xffff) + k / 2, 0);
+        u32 *cell = tmem_cell(m, &inside, tc5_lane(rows, a_address, r), (a_address & 0xffff) + k / 2, 0);
         if (!cell) return;
         a[r][k] = half_value(*cell & 0xffff, !a_format), a[r][k + 1] = half_value(*cell >> 16, !a_format);
       }
@@ -238,7 +247,7 @@ static void land_tc5_mma(Cta *cta, Async *op) {
   find_exponents(&b, columns);
   i32 negate = (idesc >> 13 & 1) ^ (idesc >> 14 & 1);
   for (u32 r = 0; r < rows; r++) {
-    u32 lane = tc5_lane(rows, r);
+    u32 lane = tc5_lane(rows, op->d_address, r);
     if (op->registers[lane / 32] >> lane % 32 & 1) continue;
     if (negate)
       for (u32 k = 0; k < 16; k++) a[r][k] = -a[r][k];
