@@ -203,6 +203,9 @@ def verify(
     schedules: Annotated[
         str, typer.Option("--schedules", help="inorder, random:SEED and late:SEED, separated by commas.")
     ] = "inorder,random:1,late:1",
+    cases: Annotated[
+        str, typer.Option("--cases", help="usual, or pairwise: all factors of a call combined.")
+    ] = "usual",
     rows: Annotated[str, typer.Option("--rows", help="Queries of the largest case.")] = "12",
     seed: Annotated[str, typer.Option("--seed", help="Seed of the inputs.")] = "0",
     ptx: Annotated[
@@ -229,9 +232,11 @@ def verify(
     if ptx is not None:
         chosen = [verifier.with_ptx(request.only_plan(chosen, "--ptx"), request.content("--ptx", ptx))]
     wanted = [verifier.parse_schedule(word) for word in request.words("--schedules", schedules)]
-    cases = verifier.default_cases(request.integer("--rows", rows, 12, 1), request.integer("--seed", seed, 0, 0))
+    make = verifier.parse_cases(cases)
+    size = (request.integer("--rows", rows, 12, 1), request.integer("--seed", seed, 0, 0))
     at_once = None if jobs is None else request.integer("--jobs", jobs, 4, 1)
-    passed = proof.run(chosen, cases, wanted, device, rebuild, profile, at_once, json, settings)
+    calls = [(plan, case) for plan in chosen for case in make(plan.config, *size)]
+    passed = proof.run(calls, wanted, device, rebuild, profile, at_once, json, settings)
     if not passed:
         raise typer.Exit(_VERIFY_EXIT)
 

@@ -28,8 +28,7 @@ _ERRORS = {"dq": "d_index_q", "dw": "d_weights", "dk": "d_index_k"}
 
 
 def run(
-    plans: Sequence[PlanFile],
-    cases: Sequence[Case],
+    calls: Sequence[tuple[PlanFile, Case]],
     schedules: Sequence[Schedule],
     device: bool,
     rebuild: bool,
@@ -41,14 +40,14 @@ def run(
     """Verify plans and print the answer; whether all passed."""
     tasks = [
         partial(verify.run_in_machine, plan, case, schedule, settings=settings)
-        for plan in plans
-        for case in cases
+        for plan, case in calls
         for schedule in schedules
     ]
     outcomes = list(_in_order(tasks, jobs or available_processors(), enabled=not json))
     if device:
-        outcomes += [verify.run_on_device(plan, case) for plan in plans for case in cases]
-    rebuilt = {plan.plan_id: _rebuild(plan) for plan in plans} if rebuild else {}
+        outcomes += [verify.run_on_device(plan, case) for plan, case in calls]
+    plans = {plan.plan_id: plan for plan, _ in calls}
+    rebuilt = {plan_id: _rebuild(plan) for plan_id, plan in plans.items()} if rebuild else {}
     passed = all(outcome.passed for outcome in outcomes) and all(same for same, _ in rebuilt.values())
     if json:
         print_json(_as_json(outcomes, rebuilt, profile))

@@ -26,6 +26,8 @@ class Case:
 
     ``ids`` is "local" or "global"; ``d_index_k`` is "bf16" or "fp32"; ``unused_keys``, those that no valid slot
     selects, are "finite" or "nan": NaN shows whether a kernel lets a key through that has no part in the answer.
+    ``invalid_ids`` says whether there are any but those that settle gates. ``multiprocessors`` are the SMs of the
+    machine.
     """
 
     batch: int
@@ -37,10 +39,13 @@ class Case:
     loss_coeff: float = 1.3
     seed: int = 0
     unused_keys: str = "finite"
+    invalid_ids: bool = True
+    multiprocessors: int = 2
 
     def __str__(self) -> str:
         unused = ", NaN in unused keys" if self.unused_keys == "nan" else ""
-        return f"B={self.batch} S_q={self.s_q} S_k={self.s_k} {self.ids} ids, {self.d_index_k} d_index_k{unused}"
+        valid = "" if self.invalid_ids else "valid "
+        return f"B={self.batch} S_q={self.s_q} S_k={self.s_k} {valid}{self.ids} ids, {self.d_index_k} d_index_k{unused}"
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,15 @@ def bf16_values(bits: Any) -> Any:
 def make(case: Case, topk: int, heads: int, head_dim: int) -> Call:
     """Draw a call.
 
-    Among the ids are repeated ones, -1, very negative ones, S_k and beyond (valid in a later batch element, were they
-    not masked first) and INT32_MAX; some keys and heads are zero; some index_score are 0 or next to the threshold
-    exp(-100) on either side; some attn_score are 0.
+    Among the ids are repeated ones and, unless all are to be valid, -1, very negative ones, S_k and beyond (valid in a
+    later batch element, were they not masked first) and INT32_MAX; some keys and heads are zero; some index_score are 0
+    or next to the threshold exp(-100) on either side; some attn_score are 0.
     """
     g = numpy.random.default_rng(case.seed)
     keys = case.s_k * (case.batch if case.ids == "global" else 1)
     shape = (case.batch, case.s_q, topk)
     ids = g.integers(0, max(keys, 1), shape)
-    kind = g.random(shape)
+    kind = g.random(shape) + (0 if case.invalid_ids else 1)
     ids = numpy.select(
         [kind < 0.10, kind < 0.12, kind < 0.14, kind < 0.15, kind < 0.16],
         [-1, keys, keys + g.integers(0, 50, shape), -(2**31), 2**31 - 1],

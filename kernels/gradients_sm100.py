@@ -19,7 +19,7 @@ the fragment. The three contractions read Q, K and A as they are stored, along o
 Warps, and what passes between them (every ring has a "full" and an "empty" mbarrier a stage):
 
 * the producer: for each tile of 128 slots the keys and g' of its slots and its row (ring ``tile``), K by TMA gather,
-  four rows a thread, zero where the id is invalid (ring ``k``); for each row Q by TMA (ring ``q``);
+  four rows at a time, zero where the id is invalid (ring ``k``); for each row Q by TMA (ring ``q``);
 * the MMA warp: S of tile i + 1, then d_index_q and d_index_k of tile i (rings ``s``, ``dq``, ``dk`` in tensor memory);
 * gate warps, 16 heads each: S to A (ring ``a``), d_weights; d_index_q of a row while the next one is under way;
 * four drain warps, 32 slots each: d_index_k rows to shared memory, and from there to global memory by bulk reductions,
@@ -379,16 +379,7 @@ class Gradients:
                 cute.autovec_copy(grads, aligned(shared.grads.data_ptr() + place))
                 self.fill_tile(shared, lane, row, tile_count)
 
-                self.wait_empty(shared, "k", tile_count)
-                full = self.full(shared, "k", tile_count)
-                with arch.elect_one():
-                    arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
-                target = self.k_tile(shared, tile_count) + lane * (4 * LINE)
-                for half in cutlass.range_constexpr(self.dims // LINE):
-                    blackwell.gather_rows(
-                        target + half * (TILE * LINE), tensors.index_k_map, half * LINE,
-                        [keys[0], keys[1], keys[2], keys[3]], full,
-                    )  # fmt: skip
+                self.load_k(shared, tensors, tile_count)
                 tile_count += 1
             row_count += 1
             row = next_row
@@ -431,6 +422,27 @@ class Gradients:
                     self.q_tile(shared, row_count) + half * (HEAD_ROWS * LINE), tensors.index_q_map,
                     half * LINE, row * self.heads, full,
                 )  # fmt: skip
+
+    @cute.jit
+    def load_k(self, shared, tensors, tile_count):
+        """Gather K, four rows an instruction.
+
+        One thread takes all keys from shared memory: TMA wants uniform registers, so lanes with their own would take turns.
+        """
+        self.wait_empty(shared, "k", tile_count)
+        with arch.elect_one():
+            full = self.full(shared, "k", tile_count)
+            arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
+            target = self.k_tile(shared, tile_count)
+            keys = shared.keys.data_ptr() + tile_count % TILE_STAGES * TILE
+            for group in cutlass.range(TILE // 4, unroll=4):
+                rows = cute.make_rmem_tensor(4, Int32)
+                cute.autovec_copy(aligned(keys + group * 4), rows)
+                for half in cutlass.range_constexpr(self.dims // LINE):
+                    blackwell.gather_rows(
+                        target + (half * TILE + group * 4) * LINE, tensors.index_k_map, half * LINE,
+                        [rows[0], rows[1], rows[2], rows[3]], full,
+                    )  # fmt: skip
 
     @cute.jit
     def fill_tile(self, shared, lane, row, tile_count):
