@@ -427,7 +427,7 @@ class Gradients:
     def load_k(self, shared, tensors, tile_count):
         """Gather K, four rows an instruction.
 
-        One thread takes all keys from shared memory: TMA wants uniform registers, so lanes with their own would take turns.
+        One thread takes all keys from shared memory: TMA wants uniform registers, so that lanes would take turns.
         """
         self.wait_empty(shared, "k", tile_count)
         with arch.elect_one():
@@ -465,27 +465,32 @@ class Gradients:
     def multiply(self, shared, tmem):
         """Issue, in turn, S of one tile and the gradients of the tile before it."""
         count = Int32(0)
+        row, tile = Int32(0), Int32(0)  # of S: rows of this CTA, tiles of the row
+        row_before, tile_before = Int32(0), Int32(0)
         more = self.row_of(shared, count) >= 0
         going = more
         while going:
             if more:
-                self.scores(shared, tmem, count)
+                self.scores(shared, tmem, count, row)
             if count > 0:
-                self.gradients(shared, tmem, count - 1)
+                self.gradients(shared, tmem, count - 1, row_before, tile_before)
+            row_before, tile_before = row, tile
             going = more
             count += 1
-            if more and count % self.row_tiles == 0:
-                more = self.row_of(shared, count) >= 0
+            tile += 1
+            if tile == self.row_tiles:
+                row, tile = row + 1, Int32(0)
+                if more:
+                    more = self.row_of(shared, count) >= 0
         # Shared memory has to last until the last commits have arrived there; of these rings no other warp waits.
         tiles = cutlass.max(count - 1, 0)
-        for name, uses in (("k", tiles), ("a", tiles), ("q", tiles // self.row_tiles)):
+        for name, uses in (("k", tiles), ("a", tiles), ("q", row_before)):
             for stage in cutlass.range_constexpr(self.rings[name][0]):
                 self.wait_empty(shared, name, uses + stage)
 
     @cute.jit
-    def scores(self, shared, tmem, count):
+    def scores(self, shared, tmem, count, row):
         """S = Q K^T, 64 heads x 128 slots, over the dims."""
-        row = count // self.row_tiles
         self.wait_full(shared, "tile", count)
         arch.sync_warp()  # every lane has read the tile's row
         with arch.elect_one():
@@ -504,11 +509,10 @@ class Gradients:
             blackwell.commit(self.full(shared, "s", count))
 
     @cute.jit
-    def gradients(self, shared, tmem, count):
+    def gradients(self, shared, tmem, count, row, tile):
         """dQ += A K, 64 heads x 128 dims, over the tile's slots; dK = A^T Q, 128 slots x 128 dims, over the heads."""
-        row = count // self.row_tiles
-        first = count % self.row_tiles == 0
-        last = count % self.row_tiles == self.row_tiles - 1
+        first = tile == 0
+        last = tile == self.row_tiles - 1
         if first:
             self.wait_empty(shared, "dq", row)
         self.wait_full(shared, "a", count)

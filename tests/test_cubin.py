@@ -5,20 +5,15 @@ import random
 import re
 import struct
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
+from cuda_tools import tool
 
 from dsa_planner import cubin, envelope
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.compiler import compile_plan
 from dsa_planner.cubin import CubinError, CubinKernel
-
-
-def tool(name: str) -> str:
-    """A CUDA binary utility, from the packages of the extra "test"."""
-    return str(Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / name)
 
 
 @pytest.fixture(scope="module")

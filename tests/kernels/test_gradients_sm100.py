@@ -1,0 +1,315 @@
+"""The Blackwell kernels, executed by the PTX machine: right under every schedule, reproducible, within their budgets."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+numpy = pytest.importorskip("numpy")
+pytest.importorskip("ziglang")
+
+from cuda_tools import tool  # noqa: E402
+
+from dsa_planner import envelope, verify  # noqa: E402
+from dsa_planner.cache.planfile import PlanFile  # noqa: E402
+from dsa_planner.compiler import compile_plan  # noqa: E402
+from dsa_planner.kernels import cases, oracle  # noqa: E402
+from dsa_planner.launch_record import LaunchRecord  # noqa: E402
+from dsa_planner.settings import Settings  # noqa: E402
+
+V2 = {"backend": "sm100_v2"}
+V2_FP32 = {"backend": "sm100_v2", "d_weights": "fp32"}
+IN_ORDER = {"backend": "sm100_v2", "d_weights": "fp32", "deterministic": True}
+DEFAULT = {"backend": "default"}
+HEADS_32 = {"backend": "default", "heads": 32}
+REPRODUCIBLE = ("attn_score", "d_index_q", "d_weights")
+
+
+@functools.cache
+def compiled_plan(topk: int, items: tuple[tuple[str, Any], ...]) -> PlanFile:
+    return compile_plan(envelope.plan_config({"arch": "sm_100f", "topk": topk, **dict(items)})).plan
+
+
+def plan_for(topk: int, config: dict[str, Any]) -> PlanFile:
+    return compiled_plan(topk, tuple(config.items()))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return Settings((), tmp_path_factory.mktemp("machine"), 1 << 30)
+
+
+def run(plan: PlanFile, case: cases.Case, schedule: str, settings: Settings) -> verify.Outcome:
+    outcome = verify.run_in_machine(plan, case, verify.parse_schedule(schedule), settings=settings)
+    assert outcome.problems == ()
+    return outcome
+
+
+# --- every schedule -----------------------------------------------------------------------------------------------------
+
+SWEEP = [
+    *((topk, config, 5) for topk in (128, 256, 384) for config in (DEFAULT, V2, V2_FP32, IN_ORDER)),
+    *((128, HEADS_32, 5), (384, HEADS_32, 2)),
+    *((topk, config, 2) for topk in (640, 1024, 2048) for config in (DEFAULT, V2_FP32)),
+    (2048, IN_ORDER, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("topk", "config", "schedules"), SWEEP, ids=["-".join(map(str, (t, *c.values()))) for t, c, _ in SWEEP]
+)
+def test_every_schedule_gives_the_right_answer_and_the_same_bits(
+    topk: int, config: dict[str, Any], schedules: int, settings: Settings
+) -> None:
+    """Three rows a CTA on three SMs. d_index_k depends on the order of its adds, unless that is fixed."""
+    plan = plan_for(topk, config)
+    names = ("inorder", f"random:{topk}", f"late:{topk}", f"random:{topk + 1}", f"late:{topk + 1}")[:schedules]
+    same = (*REPRODUCIBLE, "d_index_k") if plan.config["deterministic"] else REPRODUCIBLE
+    for case in verify.pairwise_cases(plan.config, 9, topk):
+        outcomes = [run(plan, case, name, settings) for name in names]
+        for other, name in itertools.product(outcomes[1:], same):
+            assert numpy.array_equal(outcomes[0].results[name], other.results[name]), (case, name)
+
+
+def test_the_cases_of_a_sweep_combine_any_two_values_of_any_two_factors() -> None:
+    factors = list(zip(*verify.PAIRWISE, strict=True))
+    for one, other in itertools.combinations(factors, 2):
+        assert set(zip(one, other, strict=True)) == set(itertools.product(set(one), set(other)))
+        assert len(set(one)) == len(set(other)) == 2
+    config = envelope.plan_config({"arch": "sm_100f", "topk": 128})
+    assert len(verify.pairwise_cases(config, 9, 0)) == len(verify.PAIRWISE), "the backend has one d_weights"
+    halves = [
+        verify.pairwise_cases({**config, "backend": "sm100_v2", "d_weights": dtype}, 9, 0) for dtype in ("bf16", "fp32")
+    ]
+    assert [len(half) for half in halves] == [3, 3]
+    assert {case.batch * case.s_q for half in halves for case in half} == {9}
+    assert {case.multiprocessors for half in halves for case in half} == {3}
+
+
+def test_one_plan_serves_a_hundred_shapes(settings: Settings) -> None:
+    plan = plan_for(128, V2)
+    g = numpy.random.default_rng(5)
+    for number in range(100):
+        case = cases.Case(
+            int(g.integers(1, 4)), int(g.integers(1, 6)), int(g.integers(1, 300)), str(g.choice(["local", "global"])),
+            str(g.choice(["bf16", "fp32"])), float(g.uniform(0.1, 2)), seed=number,
+            multiprocessors=int(g.integers(1, 6)),
+        )  # fmt: skip
+        run(plan, case, f"random:{number}", settings)
+
+
+@pytest.mark.parametrize("config", [DEFAULT, V2, IN_ORDER], ids=["default", "v2", "in order"])
+@pytest.mark.parametrize(("s_q", "s_k"), [(3, 0), (0, 5)])
+def test_empty_extents(config: dict[str, Any], s_q: int, s_k: int, settings: Settings) -> None:
+    """Without keys the gradients of queries and weights are zero; without queries that of the keys is."""
+    for dtype in ("bf16", "fp32"):
+        outcome = run(plan_for(128, config), cases.Case(2, s_q, s_k, d_index_k=dtype), "random:1", settings)
+        assert not any(numpy.asarray(outcome.results[name]).any() for name in verify.OUTPUTS)
+
+
+# --- ids ----------------------------------------------------------------------------------------------------------------
+
+
+def rerun_with(call: cases.Call, plan: PlanFile, settings: Settings) -> verify.Outcome:
+    """Run a call that was drawn and then changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "make", lambda case, *shape: call)
+        return run(plan, call.case, "random:1", settings)
+
+
+@pytest.mark.parametrize("config", [DEFAULT, V2_FP32], ids=["default", "v2"])
+def test_local_and_global_ids_give_the_same_bits(config: dict[str, Any], settings: Settings) -> None:
+    call = cases.make(cases.Case(2, 3, 50, "local", "fp32", seed=4), 256, 64, 128)
+    ids = call.arrays["topk_indices"]
+    flat = numpy.where((ids >= 0) & (ids < 50), ids + numpy.arange(2, dtype=numpy.int32)[:, None, None] * 50, -1)
+    other = cases.Call(
+        cases.Case(2, 3, 50, "global", "fp32", seed=4), {**call.arrays, "topk_indices": flat.astype(numpy.int32)}
+    )
+    local, found = (rerun_with(c, plan_for(256, config), settings) for c in (call, other))
+    for name in REPRODUCIBLE:
+        assert numpy.array_equal(local.results[name], found.results[name])
+
+
+@pytest.mark.parametrize("config", [DEFAULT, V2, IN_ORDER], ids=["default", "v2", "in order"])
+def test_a_local_id_that_is_too_large_reaches_no_key_of_the_next_batch_element(
+    config: dict[str, Any], settings: Settings
+) -> None:
+    """Batch elements 0 and 1 select nothing but keys that would be the next element's, were the offset added first."""
+    call = cases.make(cases.Case(3, 2, 40, "local", "fp32", seed=6), 128, 64, 128)
+    call.arrays["topk_indices"][:2] = 40 + numpy.arange(128) % 40
+    outcome = rerun_with(call, plan_for(128, config), settings)
+    for name in ("d_index_q", "d_weights"):
+        assert not outcome.results[name][:2].any()
+        assert outcome.results[name][2].any()
+    assert not outcome.results["d_index_k"][:2].any()
+    selected = numpy.unique(call.arrays["topk_indices"][2])
+    untouched = numpy.setdiff1d(numpy.arange(40), selected)
+    assert not outcome.results["d_index_k"][2][untouched].any()
+
+
+# --- precision ----------------------------------------------------------------------------------------------------------
+
+
+def gemm_stage(plan: PlanFile, call: cases.Call, settings: Settings) -> dict[str, Any]:
+    """Stage 2 alone, from ``attn_score`` as the score gradient: d_index_k is fp32."""
+    launch, programs = verify._Launch(plan, call), verify._programs(plan)
+    launch.arrays["d_index_k"][...] = 0
+    if "ticket" in launch.arrays:
+        launch.arrays["ticket"][...] = 0
+    for buffer in launch.buffers:
+        buffer.initialised = True
+    (found,) = [(kernel, grid) for kernel, grid in launch.kernels() if kernel.name == "gradients"]
+    kernel, grid = found
+    program = programs[kernel.name]
+    result = verify._machine(verify._folder(settings)).launch(
+        program, grid, kernel.block, kernel.shared_bytes, launch.parameters(program, kernel.parameters),
+        launch.buffers, detect=False,
+    )  # fmt: skip
+    assert result.ok
+    return {
+        name: cases.bf16_values(array) if (array := launch.arrays[name]).dtype == numpy.uint16 else array
+        for name in verify.OUTPUTS
+    }
+
+
+def softmax_call(topk: int, rows: int, heads: int = 64) -> cases.Call:
+    """Normally distributed inputs, uniform ids among 4096 keys, and a softmax as score gradient."""
+    g = numpy.random.default_rng(topk)
+    score = numpy.exp(g.standard_normal((1, rows, topk)))
+    return cases.Call(
+        cases.Case(1, rows, 4096, "local", "fp32", sm_scale=1.0),
+        {
+            "index_q": cases.bf16_bits(g.standard_normal((1, rows, heads, 128)) * 0.1),
+            "weights": cases.bf16_bits(g.standard_normal((1, rows, heads)) * 0.5),
+            "index_k": cases.bf16_bits(g.standard_normal((1, 4096, 128)) * 0.1),
+            "attn_score": (score / score.sum(-1, keepdims=True)).astype(numpy.float32),
+            "index_score": numpy.zeros((1, rows, topk), numpy.float32),
+            "topk_indices": g.integers(0, 4096, (1, rows, topk)).astype(numpy.int32),
+            "grad_loss": numpy.ones(1, numpy.float32),
+        },
+    )
+
+
+def errors(plan: PlanFile, call: cases.Call, settings: Settings) -> dict[str, float]:
+    a = call.arrays
+    exact = oracle.gradients(
+        call.values("index_q"), call.values("weights"), call.values("index_k"), a["attn_score"], a["topk_indices"]
+    )
+    found = gemm_stage(plan, call, settings)
+    return {name: oracle.rms_error(found[name], getattr(exact, name)) for name in verify.OUTPUTS}
+
+
+@pytest.mark.parametrize("topk", [128, 384, 1024])
+def test_v2_is_as_precise_as_its_stores(topk: int, settings: Settings) -> None:
+    call = softmax_call(topk, 12)
+    found = errors(plan_for(topk, V2_FP32), call, settings)
+    assert found["d_index_q"] < 1.70e-3
+    assert found["d_weights"] < 1.2e-7
+    assert found["d_index_k"] < 1e-5
+    rounded = errors(plan_for(topk, DEFAULT), call, settings)
+    assert 1.8e-3 < rounded["d_index_q"] < 2.4e-3
+    assert 1.4e-3 < rounded["d_index_k"] < 1.8e-3
+    assert 1.5e-3 < rounded["d_weights"] < 1.7e-3
+
+
+def test_the_two_backends_point_the_same_way(settings: Settings) -> None:
+    """Cosine of their gradients, both as the bf16 that a call gets by default."""
+    case = cases.Case(1, 6, 4096, "local", "bf16", seed=1)
+    one, other = (run(plan_for(128, config), case, "inorder", settings) for config in (DEFAULT, V2))
+    assert numpy.array_equal(one.results["attn_score"], other.results["attn_score"]), "stage 1 is shared"
+    for name in verify.OUTPUTS:
+        x, y = (cases.bf16_values(o.results[name]).astype(numpy.float64).ravel() for o in (one, other))
+        assert x @ y / numpy.sqrt((x @ x) * (y @ y)) >= 0.999996
+
+
+def extreme_call(a: float) -> cases.Call:
+    """One row whose A are all ``a``, exactly: weights are 1 and scores positive."""
+    call = softmax_call(128, 1)
+    call.arrays["attn_score"][...] = a
+    call.arrays["weights"][...] = cases.bf16_bits(numpy.float32(1.0))
+    for name in ("index_q", "index_k"):
+        positive = numpy.abs(call.values(name)) * numpy.float32(2.0**-10 if a > 1 else 2.0**20)
+        call.arrays[name] = cases.bf16_bits(positive)
+    return call
+
+
+def test_small_a_fall_back_to_one_rounding(settings: Settings) -> None:
+    """Below 1e-35 lo becomes subnormal and then zero; the result is never worse than that of one bf16."""
+    for a in (3.3e-35, 3.3e-36, 3.3e-37, 1.2345e-38):
+        call = extreme_call(a)
+        v2, default = (errors(plan_for(128, config), call, settings) for config in (V2_FP32, DEFAULT))
+        assert v2["d_index_k"] <= default["d_index_k"] * 1.01
+    assert errors(plan_for(128, V2_FP32), extreme_call(3.3e-33), settings)["d_index_k"] < 2e-5
+
+
+def test_a_that_bf16_rounds_to_infinity_gives_nan(settings: Settings) -> None:
+    threshold = 2.0**128 - 2.0**119
+    below = numpy.nextafter(numpy.float32(threshold), numpy.float32(0))
+    assert errors(plan_for(128, V2_FP32), extreme_call(float(below)), settings)["d_index_k"] < 2e-5
+    for a in (threshold, 2.0**128 - 2.0**104):
+        found = gemm_stage(plan_for(128, V2_FP32), extreme_call(a), settings)
+        call = extreme_call(a)
+        assert numpy.isnan(found["d_index_q"]).all()
+        keys = numpy.unique(call.arrays["topk_indices"])
+        assert numpy.isnan(found["d_index_k"][0, keys]).all()
+        assert not numpy.isnan(found["d_weights"]).any()
+
+
+# --- what the compiler made of it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [DEFAULT, HEADS_32, V2_FP32, IN_ORDER], ids=lambda c: "-".join(map(str, c.values())))
+def test_nothing_spills_and_everything_fits(config: dict[str, Any]) -> None:
+    """At the ends and in the middle of the range; topk only bounds a loop of stage 2 and unrolls stage 1."""
+    for topk in (128, 1152, 2048):
+        plan = plan_for(topk, config)
+        text = plan.sections["ptx"].decode()
+        assert ".local" not in text
+        for kernel in plan.manifest["kernels"]:
+            assert kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == kernel["stack_bytes"] == 0
+            assert kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"] <= 232_448
+        assert text.count("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32") == 1
+        terms, heads = (1 if plan.config["backend"] == "default" else 2), plan.config["heads"]
+        assert text.count("tcgen05.mma.") == 8 + 8 * terms + heads // 16 * terms
+        assert text.count(".tile::gather4.") == 4 * 2
+        draws, adds = text.count("\tatom."), text.count("\tred.")
+        assert draws == text.count("\tatom.global.add.u32") == (2 if "ticket" in str(plan.launch) else 0)
+        assert adds == text.count("\tred.relaxed.gpu.global.add.v4.f32") == int(plan.config["deterministic"])
+
+
+def test_a_reproducible_d_index_k_takes_at_most_a_gibibyte_more() -> None:
+    record = LaunchRecord.parse(plan_for(128, IN_ORDER).launch)
+    (planes,) = [buffer for buffer in record.buffers if buffer.name == "dk_planes"]
+    for keys in (0, 1, 4096, 131_072, 2**21 - 1, 2**21, 2**21 + 1, 2**30):
+        for multiprocessors in (1, 14, 132, 148, 160):
+            values: dict[str, Any] = {"rows": 10_000, "keys": keys, "head_dim": 128, "multiprocessors": multiprocessors}
+            record.complete(values)
+            assert planes.bytes(values) <= 2**30
+            assert 1 <= values["workers"] <= 128
+            if multiprocessors >= 127 and keys <= 16_384:
+                assert values["workers"] == 128, "the same number of partial sums on every board"
+
+
+def machine_code(config: dict[str, Any], arch: str, folder: Path) -> list[str]:
+    """The instructions of a plan, without addresses and without the numbers of registers."""
+    path = folder / f"{arch}.cubin"
+    path.write_bytes(compile_plan(envelope.plan_config({"topk": 256, "arch": arch, **config})).plan.cubin)
+    text = subprocess.run([tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True).stdout
+    lines = [match[1] for match in re.finditer(r"/\*[0-9a-f]{4,}\*/\s+(.*?) ;", text)]
+    assert len(lines) > 1000
+    return [re.sub(r"\b(U?[RP])\d+\b", r"\1", line) for line in lines]
+
+
+@pytest.mark.parametrize("config", [DEFAULT, V2_FP32, IN_ORDER], ids=["default", "v2", "in order"])
+def test_a_family_plan_has_the_machine_code_of_an_exact_one(config: dict[str, Any], tmp_path: Path) -> None:
+    """What sm_100f gives up for running on two architectures: nothing but the order in which registers are taken."""
+    family, exact = (machine_code(config, arch, tmp_path) for arch in ("sm_100f", "sm_100a"))
+    assert not list(difflib.unified_diff(family, exact, "sm_100f", "sm_100a", lineterm="", n=0))
+    assert not [line for line in family if re.match(r"(@!?\w+ )?(LDL|STL)", line)], "nothing lives in local memory"
