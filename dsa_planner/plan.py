@@ -90,7 +90,8 @@ class Plan:
             d_index_k: dtype of d_index_k, "bf16" or "fp32", or the torch dtype.
 
         Returns:
-            4 * batch * s_k * head_dim, rounded up, for a bf16 d_index_k; 0 for an fp32 one.
+            The size for any S_q. A bf16 d_index_k takes an fp32 accumulator, 4 * batch * s_k * head_dim; a backend that
+            draws rows by tickets a counter; a reproducible d_index_k planes of at most 1 GiB. Each is rounded up to 256.
 
         Raises:
             UnsupportedError: another dtype, or an extent that is no count.
@@ -104,6 +105,7 @@ class Plan:
                     f"{name}={shown(extent)}", f"{name} must be a count", f"give {name} as an integer"
                 )
         values = {**self._constants, "keys": batch * s_k, "rows": 0, "s_q": 0, "id_limit": 0, "id_offset": 0}
+        self._record.complete(values)
         return workspace_bytes(self._record.buffers, values, dtype)
 
     def launch(

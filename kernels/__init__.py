@@ -5,7 +5,13 @@
 ``oracle``                          the operation in fp64, the reference for every test and proof
 ``score_grad``                      stage 1, shared by every backend of an architecture
 ``round_d_index_k``                 stage 3, the bf16 rounding of the fp32 d_index_k accumulator
+``sum_d_index_k``                   stage 3 where d_index_k is to be reproducible
 ``indexer_backward_default_sm90``   stage 2 of the ``default`` backend for Hopper, and the program of all stages
+``gradients_sm100``                 stage 2 of both backends for Blackwell
+``blackwell``                       the instructions of Blackwell that it uses
+``indexer_backward_sm100``          the programs of all stages for Blackwell
+``cases``                           seeded calls for proofs
+``ptx``                             a machine that executes the kernels' PTX
 ==================================  ===============================================================================
 
 Beside a kernel module ``<name>.py``, whose ``program(config)`` says what to compile, lies ``<name>.json`` with what
