@@ -91,7 +91,7 @@ class Plan:
 
         Returns:
             The size for any S_q. A bf16 d_index_k takes an fp32 accumulator, 4 * batch * s_k * head_dim; a backend that
-            draws rows by tickets a counter; a reproducible d_index_k planes of at most 1 GiB. Each is rounded up to 256.
+            draws rows by tickets a counter; a reproducible d_index_k planes of at most 1 GiB. Each is rounded up.
 
         Raises:
             UnsupportedError: another dtype, or an extent that is no count.

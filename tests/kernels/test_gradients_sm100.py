@@ -16,11 +16,12 @@ numpy = pytest.importorskip("numpy")
 pytest.importorskip("ziglang")
 
 from cuda_tools import tool  # noqa: E402
+from gemm_stage import errors, gemm_stage, softmax_call  # noqa: E402
 
 from dsa_planner import envelope, verify  # noqa: E402
 from dsa_planner.cache.planfile import PlanFile  # noqa: E402
 from dsa_planner.compiler import compile_plan  # noqa: E402
-from dsa_planner.kernels import cases, oracle  # noqa: E402
+from dsa_planner.kernels import cases  # noqa: E402
 from dsa_planner.launch_record import LaunchRecord  # noqa: E402
 from dsa_planner.settings import Settings  # noqa: E402
 
@@ -157,58 +158,9 @@ def test_a_local_id_that_is_too_large_reaches_no_key_of_the_next_batch_element(
 # --- precision ----------------------------------------------------------------------------------------------------------
 
 
-def gemm_stage(plan: PlanFile, call: cases.Call, settings: Settings) -> dict[str, Any]:
-    """Stage 2 alone, from ``attn_score`` as the score gradient: d_index_k is fp32."""
-    launch, programs = verify._Launch(plan, call), verify._programs(plan)
-    launch.arrays["d_index_k"][...] = 0
-    if "ticket" in launch.arrays:
-        launch.arrays["ticket"][...] = 0
-    for buffer in launch.buffers:
-        buffer.initialised = True
-    (found,) = [(kernel, grid) for kernel, grid in launch.kernels() if kernel.name == "gradients"]
-    kernel, grid = found
-    program = programs[kernel.name]
-    result = verify._machine(verify._folder(settings)).launch(
-        program, grid, kernel.block, kernel.shared_bytes, launch.parameters(program, kernel.parameters),
-        launch.buffers, detect=False,
-    )  # fmt: skip
-    assert result.ok
-    return {
-        name: cases.bf16_values(array) if (array := launch.arrays[name]).dtype == numpy.uint16 else array
-        for name in verify.OUTPUTS
-    }
-
-
-def softmax_call(topk: int, rows: int, heads: int = 64) -> cases.Call:
-    """Normally distributed inputs, uniform ids among 4096 keys, and a softmax as score gradient."""
-    g = numpy.random.default_rng(topk)
-    score = numpy.exp(g.standard_normal((1, rows, topk)))
-    return cases.Call(
-        cases.Case(1, rows, 4096, "local", "fp32", sm_scale=1.0),
-        {
-            "index_q": cases.bf16_bits(g.standard_normal((1, rows, heads, 128)) * 0.1),
-            "weights": cases.bf16_bits(g.standard_normal((1, rows, heads)) * 0.5),
-            "index_k": cases.bf16_bits(g.standard_normal((1, 4096, 128)) * 0.1),
-            "attn_score": (score / score.sum(-1, keepdims=True)).astype(numpy.float32),
-            "index_score": numpy.zeros((1, rows, topk), numpy.float32),
-            "topk_indices": g.integers(0, 4096, (1, rows, topk)).astype(numpy.int32),
-            "grad_loss": numpy.ones(1, numpy.float32),
-        },
-    )
-
-
-def errors(plan: PlanFile, call: cases.Call, settings: Settings) -> dict[str, float]:
-    a = call.arrays
-    exact = oracle.gradients(
-        call.values("index_q"), call.values("weights"), call.values("index_k"), a["attn_score"], a["topk_indices"]
-    )
-    found = gemm_stage(plan, call, settings)
-    return {name: oracle.rms_error(found[name], getattr(exact, name)) for name in verify.OUTPUTS}
-
-
 @pytest.mark.parametrize("topk", [128, 384, 1024])
 def test_v2_is_as_precise_as_its_stores(topk: int, settings: Settings) -> None:
-    call = softmax_call(topk, 12)
+    call = softmax_call(topk, 12, 0)
     found = errors(plan_for(topk, V2_FP32), call, settings)
     assert found["d_index_q"] < 1.70e-3
     assert found["d_weights"] < 1.2e-7
@@ -231,7 +183,7 @@ def test_the_two_backends_point_the_same_way(settings: Settings) -> None:
 
 def extreme_call(a: float) -> cases.Call:
     """One row whose A are all ``a``, exactly: weights are 1 and scores positive."""
-    call = softmax_call(128, 1)
+    call = softmax_call(128, 1, 0)
     call.arrays["attn_score"][...] = a
     call.arrays["weights"][...] = cases.bf16_bits(numpy.float32(1.0))
     for name in ("index_q", "index_k"):
