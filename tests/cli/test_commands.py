@@ -631,7 +631,7 @@ def test_a_terminated_precompile_ends_its_compilations_at_once(command: Command)
         started = time.monotonic()
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30, "all compilations take minutes"
         assert process.returncode == 128 + number
         assert (
             err.splitlines()[-1] == f"dsa-plan: ended by {name}; what was finished is kept, and nothing is half written"
