@@ -12,7 +12,14 @@ from dsa_planner import envelope, streams
 from dsa_planner.arguments import ArgumentCheck, dtype_name, require_tensor
 from dsa_planner.driver import device as open_device
 from dsa_planner.driver import start as start_driver
-from dsa_planner.errors import DeviceMismatchError, DriverError, PlanNotFoundError, UnsupportedError, shown
+from dsa_planner.errors import (
+    DeviceMismatchError,
+    DriverError,
+    DsaPlannerError,
+    PlanNotFoundError,
+    UnsupportedError,
+    shown,
+)
 from dsa_planner.locate import find_plan
 from dsa_planner.plan import Plan
 
@@ -190,7 +197,7 @@ def _plan_for_call(
         "deterministic": deterministic,
     }
     ordinal = index_q.get_device()
-    row = _first_row(request)
+    row = _first_row(request, ordinal)
     check = ArgumentCheck(row, {**request, "arch": row.arch}, ordinal)
     if not (check.inputs_ok(tensors) and check.outputs_ok(tensors)):
         check.explain(tensors)
@@ -242,14 +249,14 @@ def _current_ordinal(device: Any) -> int:
         ) from error
 
 
-def _first_row(request: Mapping[str, Any]) -> envelope.Support:
-    """The first row of the backend that takes the request, on whatever arch.
+def _first_row(request: Mapping[str, Any], ordinal: int) -> envelope.Support:
+    """The first row of the backend that takes the request, of those for the device if it has any.
 
     Raises:
         UnsupportedError: no row does.
     """
     refusal: UnsupportedError | None = None
-    for row in envelope.rows_for(request["backend"]):
+    for row in _rows_for_device(request["backend"], ordinal):
         try:
             envelope.plan_config({**request, "arch": row.arch})
             return row
@@ -259,8 +266,21 @@ def _first_row(request: Mapping[str, Any]) -> envelope.Support:
     raise refusal
 
 
+def _rows_for_device(backend: str, ordinal: int) -> tuple[envelope.Support, ...]:
+    """The rows of a backend for a device; all of them where it has none, or where there is no such device."""
+    rows = envelope.rows_for(backend)
+    if ordinal < 0:
+        return rows
+    try:
+        return envelope.rows_for_capability(backend, open_device(ordinal).capability) or rows
+    except DsaPlannerError:  # a wrong value is refused all the same, and named before the device is
+        return rows
+
+
 def _load(request: Mapping[str, Any], ordinal: int) -> Plan:
-    _first_row(request)  # before the device and before any cache, so that a wrong value is refused the same way always
+    _first_row(
+        request, ordinal
+    )  # before the device and before any cache, so that a wrong value is refused the same way always
     key = ("config", ordinal, *sorted(request.items()))
     with _lock:
         plan = _plans.get(key)

@@ -16,10 +16,9 @@ import dsa_cases  # noqa: E402
 import fake_driver  # noqa: E402
 
 import dsa_planner  # noqa: E402
-from dsa_planner import envelope, launch_record  # noqa: E402
+from dsa_planner import launch_record  # noqa: E402
 from dsa_planner.cache.planfile import PlanFile  # noqa: E402
 from dsa_planner.cache.writable import WritableLayer  # noqa: E402
-from dsa_planner.compiler import compile_plan  # noqa: E402
 from dsa_planner.launch_record import LaunchRecord  # noqa: E402
 
 
@@ -399,93 +398,3 @@ def test_tensors_of_the_record_are_those_of_the_operator() -> None:
 
     names = list(inspect.signature(dsa_planner.indexer_backward).parameters)
     assert names[:7] == list(launch_record.TENSORS[:7])
-
-
-# --- plans with tickets, and with planes ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def blackwell(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer with both kinds of plan of ``sm100_v2``."""
-    root = tmp_path_factory.mktemp("blackwell")
-    for deterministic in (False, True):
-        config = {"backend": "sm100_v2", "arch": "sm_100f", "topk": 128, "d_weights": "fp32"}
-        plan = compile_plan(envelope.plan_config({**config, "deterministic": deterministic})).plan
-        WritableLayer(root, 1 << 30).publish(plan)
-    return root
-
-
-@pytest.fixture
-def b200(monkeypatch: pytest.MonkeyPatch, blackwell: Path) -> fake_driver.FakeDriver:
-    fake = fake_driver.FakeDriver(capability=(10, 0), multiprocessors=148)
-    fake_driver.install(monkeypatch, fake)
-    monkeypatch.setenv("DSA_PLAN_PATH", str(blackwell))
-    return fake
-
-
-def blackwell_call(dk_dtype: torch.dtype, s_q: int = 50, s_k: int = 77) -> dict[str, torch.Tensor]:
-    case = dsa_cases.make(3, s_q, s_k, 128)
-    return {**case.inputs(), **outputs(case, dk_dtype), "d_weights": torch.empty(3, s_q, 64)}
-
-
-@pytest.mark.parametrize("dk_dtype", [torch.bfloat16, torch.float32])
-def test_every_launch_has_a_ticket_of_its_own_and_stage_1_zeroes_it(
-    b200: fake_driver.FakeDriver, dk_dtype: torch.dtype
-) -> None:
-    plan = dsa_planner.load_plan(128, backend="sm100_v2", d_weights="fp32")
-    tensors = blackwell_call(dk_dtype)
-    accumulator = 0 if dk_dtype is torch.float32 else -(-4 * 231 * 128 // 256) * 256
-    assert plan.workspace_bytes(3, 77, dk_dtype) == accumulator + 256
-    workspace = torch.empty(accumulator + 256, dtype=torch.uint8)
-    plan.launch(**tensors, workspace=workspace, stream=7)
-    record = plan._record
-    score_grad, gradients, *rounding = (by_name(launch, record) for launch in b200.launches)
-    assert score_grad["ticket"] == gradients["ticket"] == workspace.data_ptr() + accumulator
-    assert len(rounding) == (dk_dtype is torch.bfloat16)
-    assert [launch.grid for launch in b200.launches][:2] == [19, 148]
-    assert {launch.block for launch in b200.launches[1:2]} == {320}
-    maps = {name: gradients[name][0] for name in ("index_q", "index_k")}
-    assert maps == {name: tensors[name].data_ptr() for name in maps}
-    assert [encode[1:4][2] for encode in b200.encodes] == [[128, 150 * 64], [128, 231]]
-    assert [[int(size) for size in encode[5]] for encode in b200.encodes] == [[64, 64], [64, 1]]
-
-
-def test_a_reproducible_d_index_k_is_the_sum_of_planes(b200: fake_driver.FakeDriver) -> None:
-    plan = dsa_planner.load_plan(128, backend="sm100_v2", d_weights="fp32", deterministic=True)
-    plane = 4 * 231 * 128
-    assert plan.workspace_bytes(3, 77, "fp32") == 127 * plane
-    record = plan._record
-    for dk_dtype, last in ((torch.float32, "sum_to_fp32"), (torch.bfloat16, "sum_to_bf16")):
-        b200.launches.clear()
-        tensors = blackwell_call(dk_dtype)
-        plan.launch(**tensors, workspace=torch.empty(128 * (plane + 256), dtype=torch.uint8), stream=7)
-        assert [launch.grid for launch in b200.launches] == [19, 128, 29]
-        _, gradients, total = (by_name(launch, record) for launch in b200.launches)
-        assert f"dsa_{last}_" in b200.launches[2].symbol
-        assert (total["workers"], total["keys"], total["d_index_k"]) == (128, 231, tensors["d_index_k"].data_ptr())
-        assert gradients["dk_planes"] == total["dk_planes"]
-        assert gradients["dk_accum"] == total["dk_accum"]
-
-
-def test_without_keys_the_map_of_keys_lies_over_other_memory(b200: fake_driver.FakeDriver) -> None:
-    """A kernel that gathers nothing but invalid ids needs a map all the same."""
-    tensors = blackwell_call(torch.float32, s_k=0)
-    plan = dsa_planner.load_plan(128, backend="sm100_v2", d_weights="fp32")
-    plan.launch(**tensors, workspace=torch.empty(256, dtype=torch.uint8), stream=7)
-    assert [(encode[1:4][1], encode[1:4][2]) for encode in b200.encodes] == [
-        (tensors["index_q"].data_ptr(), [128, 150 * 64]),
-        (tensors["index_q"].data_ptr(), [128, 1]),
-    ]
-
-
-@pytest.mark.parametrize(("capability", "arch"), [((10, 0), "sm_100f"), ((10, 3), "sm_100f"), ((9, 0), None)])
-def test_a_family_plan_runs_on_its_family(
-    monkeypatch: pytest.MonkeyPatch, blackwell: Path, capability: tuple[int, int], arch: str | None
-) -> None:
-    fake_driver.install(monkeypatch, fake_driver.FakeDriver(capability=capability))
-    monkeypatch.setenv("DSA_PLAN_PATH", str(blackwell))
-    if arch is None:
-        with pytest.raises(dsa_planner.DeviceMismatchError, match="sm100_v2"):
-            dsa_planner.load_plan(128, backend="sm100_v2", d_weights="fp32")
-    else:
-        assert dsa_planner.load_plan(128, backend="sm100_v2", d_weights="fp32").config["arch"] == arch
