@@ -90,6 +90,23 @@ def test_every_launch_has_a_ticket_of_its_own_and_stage_1_zeroes_it(
     assert [[int(size) for size in encode[5]] for encode in b200.encodes] == [[64, 64], [64, 1]]
 
 
+def test_two_launches_share_nothing_that_they_write(b200: fake_driver.FakeDriver) -> None:
+    """So they may run at the same time, on two streams: counter and accumulator are in each one's own workspace."""
+    plan = dsa_planner.load_plan(128, backend="sm100_v2", d_weights="fp32")
+    record, written = plan._record, []
+    workspaces = [torch.empty(plan.workspace_bytes(3, 77), dtype=torch.uint8) for _ in range(2)]
+    calls = [blackwell_call(torch.bfloat16) for _ in range(2)]
+    for stream in (7, 8):
+        b200.launches.clear()
+        plan.launch(**calls[stream - 7], workspace=workspaces[stream - 7], stream=stream)
+        assert {launch.stream for launch in b200.launches} == {stream}
+        values = {name: value for launch in b200.launches for name, value in by_name(launch, record).items()}
+        outputs = ("attn_score", "d_index_q", "d_weights", "d_index_k", "dk_accum", "ticket")
+        written.append({values[name] for name in outputs})
+        assert len(written[-1]) == len(outputs)
+    assert not written[0] & written[1]
+
+
 def test_a_reproducible_d_index_k_is_the_sum_of_planes(b200: fake_driver.FakeDriver) -> None:
     plan = dsa_planner.load_plan(128, backend="sm100_v2", d_weights="fp32", deterministic=True)
     plane = 4 * 231 * 128
