@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,13 @@ def run(
 ) -> bool:
     """Verify plans and print the answer; whether all passed."""
     tasks = [
-        partial(verify.run_in_machine, plan, case, schedule, settings=settings)
+        partial(_run, plan, case, schedule, settings, profile)
         for plan, case in calls
         for schedule in schedules
     ]
     outcomes = list(_in_order(tasks, jobs or available_processors(), enabled=not json))
     if device:
-        outcomes += [verify.run_on_device(plan, case) for plan, case in calls]
+        outcomes += [replace(verify.run_on_device(plan, case), results={}) for plan, case in calls]
     plans = {plan.plan_id: plan for plan, _ in calls}
     rebuilt = {plan_id: _rebuild(plan) for plan_id, plan in plans.items()} if rebuild else {}
     passed = all(outcome.passed for outcome in outcomes) and all(same for same, _ in rebuilt.values())
@@ -54,6 +55,12 @@ def run(
     else:
         _print(outcomes, rebuilt, profile)
     return passed
+
+
+def _run(plan: PlanFile, case: Case, schedule: Schedule, settings: Settings, profile: bool) -> verify.Outcome:
+    """One run, without what will not be printed: a sweep has thousands."""
+    outcome = verify.run_in_machine(plan, case, schedule, settings=settings)
+    return replace(outcome, results={}, profile=outcome.profile if profile else {})
 
 
 def _in_order(tasks: Sequence[Callable[[], verify.Outcome]], jobs: int, enabled: bool) -> Iterator[verify.Outcome]:
