@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from dsa_planner.kernels.ptx.parser import Register
 from dsa_planner.kernels.ptx.program import Insn, read, written
+from dsa_planner.kernels.ptx.syntax import Register
 
 __all__ = ["NEGATE_ADDEND", "NEGATE_PRODUCT", "contract"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dsa_planner.kernels.ptx import decode_arithmetic, decode_control, decode_memory, decode_tensor
 from dsa_planner.kernels.ptx.contract import contract
 from dsa_planner.kernels.ptx.operands import DECODERS, Operands
-from dsa_planner.kernels.ptx.parser import Instruction, Kernel, PtxError, Symbol
 from dsa_planner.kernels.ptx.program import Insn, Program, assemble
+from dsa_planner.kernels.ptx.syntax import Instruction, Kernel, PtxError, Symbol, quoted, spelled
 
-__all__ = ["FAMILIES", "decode"]
+__all__ = ["FAMILIES", "decode", "decode_instruction"]
 
 FAMILIES = (decode_arithmetic, decode_control, decode_memory, decode_tensor)
 """The modules whose functions are in the table of decoders."""
@@ -22,28 +22,15 @@ def decode(kernel: Kernel) -> Program:
     """Decode a kernel.
 
     Raises:
-        PtxError: an instruction that the machine does not know; the message quotes its line.
+        PtxError: an instruction that the machine does not know, or an operand that does not belong there; the message
+            quotes its line.
     """
     operands = Operands(kernel)
     instructions: list[Insn] = []
     starts: list[int] = []
     for source in kernel.instructions:
         starts.append(len(instructions))
-        words = source.opcode.split(".")
-        decoder = DECODERS.get(words[0])
-        try:
-            if decoder is None:
-                raise PtxError(f"opcode {source.opcode} is not known")
-            decoded = decoder(operands, source, words[1:])
-            found = [decoded] if isinstance(decoded, Insn) else decoded
-            for insn in found:
-                operands.check(insn)
-        except PtxError as error:
-            raise PtxError(f"line {source.line}: {error}: {source.text}") from None
-        except (IndexError, KeyError, ValueError) as error:
-            raise PtxError(
-                f"line {source.line}: {source.opcode} is not understood ({error!r}): {source.text}"
-            ) from None
+        found = decode_instruction(operands, source)
         instructions.extend(found)
     starts.append(len(instructions))
     instructions.append(Insn("RET", Instruction(0, "ret", (), None, "the end of the kernel")))
@@ -51,7 +38,31 @@ def decode(kernel: Kernel) -> Program:
     for insn in instructions:
         if isinstance(insn.target, Symbol):
             if insn.target.name not in labels:
-                raise PtxError(f"line {insn.source.line}: label {insn.target.name} is not known: {insn.source.text}")
+                raise PtxError(
+                    f"line {insn.source.line}: label {spelled(insn.target)} is not known: {quoted(insn.source.text)}"
+                )
             insn.target = labels[insn.target.name]
     leaders = {*labels.values(), *(n + 1 for n, insn in enumerate(instructions) if insn.op == "BRA")}
     return assemble(kernel, contract(instructions, leaders), operands.granules, operands.shared_static)
+
+
+def decode_instruction(operands: Operands, source: Instruction) -> list[Insn]:
+    """What one instruction is to the machine.
+
+    Raises:
+        PtxError: as from ``decode``.
+    """
+    words = source.opcode.split(".")
+    decoder = DECODERS.get(words[0])
+    try:
+        if decoder is None:
+            raise PtxError(f"opcode {quoted(source.opcode)} is not known")
+        operands.begin(source)
+        decoded = decoder(operands, source, words[1:])
+        found = [decoded] if isinstance(decoded, Insn) else decoded
+        operands.finish(source, found)
+    except PtxError as error:
+        raise PtxError(f"line {source.line}: {error}: {quoted(source.text)}") from None
+    except IndexError:  # of the words of its opcode, which are read in order
+        raise PtxError(f"line {source.line}: opcode {source.opcode} is not known: {quoted(source.text)}") from None
+    return found

@@ -16,18 +16,17 @@ from dsa_planner.kernels.ptx.operands import (
     integer,
     only,
     opcode,
+    operands,
     plain,
-    result,
 )
-from dsa_planner.kernels.ptx.parser import (
-    Immediate,
+from dsa_planner.kernels.ptx.program import OPCODES, Insn
+from dsa_planner.kernels.ptx.syntax import (
     Instruction,
-    Pair,
     PtxError,
     Register,
     Vector,
+    spelled,
 )
-from dsa_planner.kernels.ptx.program import OPCODES, Insn
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan")
 _UNSIGNED_COMPARISONS = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
@@ -39,14 +38,14 @@ def _add(d: Operands, i: Instruction, words: list[str]) -> Any:
     kind = words[-1]
     if kind == "f32":
         only(words[:-1], "rn", "ftz")
-        return plain(d, i, f"F{name}", 32, FTZ if "ftz" in words else 0)
+        return plain(d, i, f"F{name}", "f32 f32 f32", FTZ if "ftz" in words else 0)
     if kind == "f32x2":
         only(words[:-1], "rn", "ftz")
-        return plain(d, i, f"F{name}2", 64, FTZ if "ftz" in words else 0)
+        return plain(d, i, f"F{name}2", "f32x2 f32x2 f32x2", FTZ if "ftz" in words else 0)
     if kind not in ("s16", "u16", "s32", "u32", "s64", "u64"):
         raise PtxError(f"type .{kind} is not known")
     only(words[:-1])
-    return plain(d, i, f"{name}{bits_of(kind)}", bits_of(kind))
+    return plain(d, i, f"{name}{bits_of(kind)}", f"{kind} {kind} {kind}")
 
 
 @opcode("mul")
@@ -54,21 +53,22 @@ def _mul(d: Operands, i: Instruction, words: list[str]) -> Any:
     kind = words[-1]
     if kind in ("f32", "f32x2"):
         only(words[:-1], "rn", "ftz")
-        return plain(
-            d,
-            i,
-            "FMUL" if kind == "f32" else "FMUL2",
-            bits_of(kind[:3]) * (1 if kind == "f32" else 2),
-            FTZ if "ftz" in words else 0,
-        )
-    only(words[1:-1])
+        op = "FMUL" if kind == "f32" else "FMUL2"
+        return plain(d, i, op, f"{kind} {kind} {kind}", FTZ if "ftz" in words else 0)
+    exactly(i, words, *_PRODUCTS)
     if words[0] == "lo":
-        return plain(d, i, f"MUL{bits_of(integer(kind, widths=(16, 32, 64)))}", bits_of(kind))
-    if words[0] == "hi" and kind in ("s32", "u32"):
-        return plain(d, i, f"MULHI_{kind.upper()}", 32)
-    if words[0] == "wide" and kind in ("s32", "u32"):
-        return plain(d, i, f"MULWIDE_{kind.upper()}", 32)
-    raise PtxError(f"opcode {i.opcode} is not known")
+        return plain(d, i, f"MUL{bits_of(kind)}", f"{kind} {kind} {kind}")
+    if words[0] == "hi":
+        return plain(d, i, f"MULHI_{kind.upper()}", f"{kind} {kind} {kind}")
+    return plain(d, i, f"MULWIDE_{kind.upper()}", f"{_WIDE[kind]} {kind} {kind}")
+
+
+_WIDE = {"s32": "s64", "u32": "u64"}
+_PRODUCTS = (
+    *(f"lo.{kind}" for kind in ("s16", "u16", "s32", "u32", "s64", "u64")),
+    *(f"hi.{kind}" for kind in ("s32", "u32")),
+    *(f"wide.{kind}" for kind in _WIDE),
+)
 
 
 @opcode("mad", "fma")
@@ -76,17 +76,14 @@ def _mad(d: Operands, i: Instruction, words: list[str]) -> Any:
     kind = words[-1]
     if kind in ("f32", "f32x2"):
         only(words[:-1], "rn", "ftz")
-        return plain(
-            d, i, "FFMA" if kind == "f32" else "FFMA2", 32 if kind == "f32" else 64, FTZ if "ftz" in words else 0
-        )
-    only(words[1:-1])
-    if words[0] == "lo" and kind in ("s32", "u32", "s64", "u64"):
-        return plain(d, i, f"MAD{bits_of(kind)}", bits_of(kind))
-    if words[0] == "wide" and kind in ("s32", "u32"):
-        insn = plain(d, i, f"MADWIDE_{kind.upper()}", 32)
-        insn.s2 = d.value(i.operands[3], 64)
-        return insn
-    raise PtxError(f"opcode {i.opcode} is not known")
+        op = "FFMA" if kind == "f32" else "FFMA2"
+        return plain(d, i, op, f"{kind} {kind} {kind} {kind}", FTZ if "ftz" in words else 0)
+    exactly(i, words, *(product for product in _PRODUCTS if not product.endswith("16") and "hi" not in product))
+    if i.opcode.startswith("fma"):
+        raise PtxError(f"opcode {i.opcode} is not known")
+    if words[0] == "lo":
+        return plain(d, i, f"MAD{bits_of(kind)}", f"{kind} {kind} {kind} {kind}")
+    return plain(d, i, f"MADWIDE_{kind.upper()}", f"{_WIDE[kind]} {kind} {kind} {_WIDE[kind]}")
 
 
 @opcode("div", "rem")
@@ -94,9 +91,9 @@ def _div(d: Operands, i: Instruction, words: list[str]) -> Any:
     name, kind = i.opcode.split(".")[0].upper(), words[-1]
     if name == "DIV" and kind == "f32":
         only(words[:-1], "rn", "ftz", "full", "approx")
-        return plain(d, i, "FDIV", 32, FTZ if "ftz" in words else 0)
+        return plain(d, i, "FDIV", "f32 f32 f32", FTZ if "ftz" in words else 0)
     only(words[:-1])
-    return plain(d, i, f"{name}_{integer(kind).upper()}", bits_of(kind))
+    return plain(d, i, f"{name}_{integer(kind).upper()}", f"{kind} {kind} {kind}")
 
 
 @opcode("min", "max")
@@ -107,11 +104,11 @@ def _min(d: Operands, i: Instruction, words: list[str]) -> Any:
         mod = (FTZ if "ftz" in words else 0) | (NAN if "NaN" in words else 0)
         if len(i.operands) == 4:
             raise PtxError("three operands are not known")
-        return plain(d, i, f"F{name}", 32, mod)
+        return plain(d, i, f"F{name}", "f32 f32 f32", mod)
     if kind not in ("s32", "u32", "s64", "u64"):
         raise PtxError(f"type .{kind} is not known")
     only(words[:-1])
-    return plain(d, i, f"{name}_{kind.upper()}", bits_of(kind))
+    return plain(d, i, f"{name}_{kind.upper()}", f"{kind} {kind} {kind}")
 
 
 @opcode("neg", "abs")
@@ -119,29 +116,32 @@ def _neg(d: Operands, i: Instruction, words: list[str]) -> Any:
     name, kind = i.opcode.split(".")[0].upper(), words[-1]
     if kind == "f32":
         only(words[:-1], "ftz")
-        return plain(d, i, f"F{name}", 32, FTZ if "ftz" in words else 0)
+        return plain(d, i, f"F{name}", "f32 f32", FTZ if "ftz" in words else 0)
+    only(words[:-1])
     if (name, kind) not in (("NEG", "s32"), ("NEG", "s64"), ("ABS", "s32")):
         raise PtxError(f"type .{kind} is not known")
-    return plain(d, i, f"{name}{bits_of(kind)}", bits_of(kind))
+    return plain(d, i, f"{name}{bits_of(kind)}", f"{kind} {kind}")
 
 
 @opcode("rcp", "sqrt", "rsqrt", "ex2", "lg2")
 def _special_function(d: Operands, i: Instruction, words: list[str]) -> Any:
-    only(words, "approx", "rn", "ftz", "f32")
-    return plain(d, i, f"F{i.opcode.split('.')[0].upper()}", 32, FTZ if "ftz" in words else 0)
+    only(words[:-1], "approx", "rn", "ftz")
+    if words[-1] != "f32":
+        raise PtxError(f"type .{words[-1]} is not known")
+    return plain(d, i, f"F{i.opcode.split('.')[0].upper()}", "f32 f32", FTZ if "ftz" in words else 0)
 
 
 @opcode("and", "or", "xor", "not")
 def _logic(d: Operands, i: Instruction, words: list[str]) -> Any:
     name, kind = i.opcode.split(".")[0].upper(), words[-1]
-    if kind == "pred":
-        return plain(d, i, f"P{name}", 1)
-    bits = bits_of(integer(kind, widths=(16, 32, 64), signs="b"))
+    kinds = f"{kind} {kind}" if name == "NOT" else f"{kind} {kind} {kind}"
     only(words[:-1])
-    insn = plain(d, i, f"{name}{64 if bits == 64 else 32}", bits)
+    if kind == "pred":
+        return plain(d, i, f"P{name}", kinds)
+    bits = bits_of(integer(kind, widths=(16, 32, 64), signs="b"))
     if name == "NOT" and bits == 16:
         raise PtxError("not.b16 is not known")
-    return insn
+    return plain(d, i, f"{name}{64 if bits == 64 else 32}", kinds)
 
 
 @opcode("shl", "shr")
@@ -150,17 +150,17 @@ def _shift(d: Operands, i: Instruction, words: list[str]) -> Any:
     integer(kind, widths=(16, 32, 64), signs="b" if name == "shl" else "bsu")
     only(words[:-1])
     if name == "shl":
-        return plain(d, i, f"SHL{bits_of(kind)}", bits_of(kind), shift=True)
+        return plain(d, i, f"SHL{bits_of(kind)}", f"{kind} {kind} u32")
     if kind == "s16":
         raise PtxError("shr.s16 is not known")
     sign = "S" if kind.startswith("s") else "U"
-    return plain(d, i, f"SHR_{sign}{bits_of(kind)}", bits_of(kind), shift=True)
+    return plain(d, i, f"SHR_{sign}{bits_of(kind)}", f"{kind} {kind} u32")
 
 
 @opcode("shf")
 def _funnel(d: Operands, i: Instruction, words: list[str]) -> Any:
     exactly(i, words, "l.wrap.b32", "l.clamp.b32", "r.wrap.b32", "r.clamp.b32")
-    return plain(d, i, f"SHF_{words[0].upper()}", 32, 1 if "clamp" in words else 0)
+    return plain(d, i, f"SHF_{words[0].upper()}", "b32 b32 b32 u32", 1 if "clamp" in words else 0)
 
 
 @opcode("popc", "clz", "brev", "bfind", "bfe", "bfi", "prmt")
@@ -169,16 +169,22 @@ def _bit_operation(d: Operands, i: Instruction, words: list[str]) -> Any:
     only(words[:-1])
     integer(kind, widths=(32,), signs={"BFIND": "u", "BFE": "su"}.get(name, "b"))
     op = {"BFIND": "BFIND_U32", "BFE": f"BFE_{kind.upper()}", "PRMT": "PRMT"}.get(name, f"{name}32")
-    return plain(d, i, op, 32)
+    return plain(d, i, op, _BIT_OPERATIONS[name])
+
+
+_BIT_OPERATIONS = {
+    "POPC": "u32 b32", "CLZ": "u32 b32", "BREV": "b32 b32", "BFIND": "u32 u32", "BFE": "u32 u32 u32 u32",
+    "BFI": "b32 b32 b32 u32 u32", "PRMT": "b32 b32 b32 b32",
+}  # fmt: skip
+"""The types of the result and of the sources."""
 
 
 @opcode("lop3")
 def _lop3(d: Operands, i: Instruction, words: list[str]) -> Any:
-    only(words, "b32")
-    table = i.operands[4]
-    assert isinstance(table, Immediate)
-    a, b, c = (d.value(o) for o in i.operands[1:4])
-    return Insn("LOP3", i, d0=result(i.operands[0]), s0=a, s1=b, s2=c, imm=table.bits)
+    exactly(i, words, "b32")
+    target, a, b, c, table = operands(i, 5)
+    s0, s1, s2 = (d.value(o, "b32") for o in (a, b, c))
+    return Insn("LOP3", i, d0=d.result(target, "b32"), s0=s0, s1=s1, s2=s2, imm=d.literal(table, 0, 255))
 
 
 # --- comparison, conversion, movement --------------------------------------------------------------------------------
@@ -198,25 +204,28 @@ def _setp(d: Operands, i: Instruction, words: list[str]) -> Any:
     op = "SETP_" + {"b16": "U16", "b32": "U32", "b64": "U64"}.get(kind, kind.upper())
     if op not in OPCODES:
         raise PtxError(f"type .{kind} is not known")
-    target = i.operands[0]
-    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, None)
-    bits = bits_of(kind)
+    target, a, b, *rest = operands(i, 4 if logic else 3)
+    first, second = d.two_results(target, "pred", "pred")
     return Insn(
-        op, i, d0=result(first), d1=result(second) if second is not None else None,
-        s0=d.value(i.operands[1], bits), s1=d.value(i.operands[2], bits),
-        s2=d.value(i.operands[3], 1) if logic else (1, 1), mod=mod,
-        imm={None: 0, "and": 1, "or": 2, "xor": 3}[logic],
+        op, i, d0=first, d1=second, s0=d.value(a, kind), s1=d.value(b, kind),
+        s2=d.value(rest[0], "pred") if logic else (1, 1), mod=mod, imm={None: 0, "and": 1, "or": 2, "xor": 3}[logic],
     )  # fmt: skip
 
 
 @opcode("selp")
 def _selp(d: Operands, i: Instruction, words: list[str]) -> Any:
     only(words[:-1])
-    bits = bits_of(words[-1])
-    a, b = d.value(i.operands[1], bits), d.value(i.operands[2], bits)
+    kind = words[-1]
+    if kind not in _MOVED or kind == "f64":
+        raise PtxError(f"type .{kind} is not known")
+    target, a, b, condition = operands(i, 4)
     return Insn(
-        "SELP64" if bits == 64 else "SELP32", i, d0=result(i.operands[0]), s0=a, s1=b, s2=d.value(i.operands[3], 1)
-    )
+        "SELP64" if bits_of(kind) == 64 else "SELP32", i, d0=d.result(target, kind), s0=d.value(a, kind),
+        s1=d.value(b, kind), s2=d.value(condition, "pred"),
+    )  # fmt: skip
+
+
+_MOVED = ("b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
 
 
 _CONVERSIONS = {
@@ -256,46 +265,60 @@ def _cvt(d: Operands, i: Instruction, words: list[str]) -> Any:
     for name, value in _ROUNDINGS.items():
         if name in modifiers:
             mod |= value << 4
-    return plain(d, i, op, 64 if kinds[1].endswith("64") else 32, mod)
+    two = kinds[0] in ("bf16x2", "f16x2")
+    target, *sources = operands(i, 3 if two else 2)
+    for o, kind in [(target, kinds[0]), *((source, kinds[1]) for source in sources)]:
+        if d.is_wide(o) and not kind.endswith("64"):
+            raise PtxError(f"register {spelled(o)} has more bits than the machine knows for .{kind}")
+    found = [d.value(o, kinds[1], wider=True) for o in sources]
+    to = d.result(target, kinds[0], wider=kinds[0] != "s16")  # the machine does not extend its sign
+    return Insn(op, i, d0=to, mod=mod, **dict(zip(("s0", "s1"), found, strict=False)))
 
 
 @opcode("mov")
 def _mov(d: Operands, i: Instruction, words: list[str]) -> Any:
     kind = words[-1]
-    target, source = i.operands
+    target, source = operands(i, 2)
     only(words[:-1])
     if kind == "pred":
-        return Insn("PMOV", i, d0=result(target), s0=d.value(source, 1))
-    bits = bits_of(kind)
-    if bits not in (16, 32, 64):
+        return Insn("PMOV", i, d0=d.result(target, kind), s0=d.value(source, kind))
+    if kind not in _MOVED:
         raise PtxError(f"type .{kind} is not known")
+    bits = bits_of(kind)
     if isinstance(source, Vector):
-        return _pack(d, i, bits, source)
+        return _pack(d, i, kind, source)
     if isinstance(target, Vector):
-        parts = [result(o) for o in target.elements]
-        if len(parts) != 2:
-            raise PtxError("only two elements are known")
-        return Insn(f"UNPACK{bits}", i, d0=parts[0], d1=parts[1], s0=d.value(source, bits))
+        half = _half(kind, target)
+        low, high = d.results(target, half)
+        return Insn(f"UNPACK{bits}", i, d0=low, d1=high, s0=d.value(source, kind))
     if isinstance(source, Register) and source.name in SPECIAL:
-        return Insn("MOV_SPECIAL", i, d0=result(target), imm=SPECIAL[source.name], mod=int(bits == 64))
+        number = d.special(source, bits)
+        if bits == 16 or kind[0] == "f":
+            raise PtxError(f"{source.name} stands where a value of type .{kind} is due")
+        return Insn("MOV_SPECIAL", i, d0=d.result(target, kind), imm=number, mod=int(bits == 64))
     if isinstance(source, Register) and source.name.startswith("%") and source.name not in d.kernel.registers:
         raise PtxError(f"special register {source.name} is not known")
-    return Insn("MOV64" if bits == 64 else "MOV32", i, d0=result(target), s0=d.value(source, bits))
+    return Insn("MOV64" if bits == 64 else "MOV32", i, d0=d.result(target, kind), s0=d.value(source, kind))
 
 
-def _pack(d: Operands, i: Instruction, bits: int, source: Vector) -> Insn:
-    if len(source.elements) != 2:
-        raise PtxError("only two elements are known")
-    low, high = (d.value(o, bits // 2) for o in source.elements)
-    low, high = ((32, o[1]) if isinstance(o, tuple) else o for o in (low, high))
-    return Insn(f"PACK{bits}", i, d0=result(i.operands[0]), s0=low, s1=high)
+def _half(kind: str, vector: Vector) -> str:
+    """The type of an element of a vector that is moved as a whole."""
+    if kind not in ("b32", "b64") or len(vector.elements) != 2:
+        raise PtxError("vectors are known of two elements, moved as .b32 or .b64")
+    return {"b32": "b16", "b64": "b32"}[kind]
+
+
+def _pack(d: Operands, i: Instruction, kind: str, source: Vector) -> Insn:
+    low, high = d.values(source, _half(kind, source))
+    return Insn(f"PACK{bits_of(kind)}", i, d0=d.result(i.operands[0], kind), s0=low, s1=high)
 
 
 @opcode("cvta")
 def _cvta(d: Operands, i: Instruction, words: list[str]) -> Any:
     spaces = ("shared", "shared::cta", "global", "param", "const")
     exactly(i, words, *(f"{to}{space}.u64" for to in ("", "to.") for space in spaces))
+    target, source = operands(i, 2)
+    insn = Insn("MOV64", i, d0=d.result(target, "u64"), s0=d.value(source, "u64"))
     if "shared" in words or "shared::cta" in words:
-        op = "SUB64" if words[0] == "to" else "ADD64"
-        return Insn(op, i, d0=result(i.operands[0]), s0=d.value(i.operands[1], 64), s1=(64, SHARED_WINDOW))
-    return Insn("MOV64", i, d0=result(i.operands[0]), s0=d.value(i.operands[1], 64))
+        insn.op, insn.s1 = "SUB64" if words[0] == "to" else "ADD64", (64, SHARED_WINDOW)
+    return insn

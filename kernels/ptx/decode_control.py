@@ -9,88 +9,128 @@ from dsa_planner.kernels.ptx.operands import (
     exactly,
     only,
     opcode,
-    result,
-)
-from dsa_planner.kernels.ptx.parser import (
-    Instruction,
-    Memory,
-    Pair,
-    PtxError,
-    Register,
-    Symbol,
+    operands,
 )
 from dsa_planner.kernels.ptx.program import Insn
+from dsa_planner.kernels.ptx.syntax import Immediate, Instruction, Memory, Pair, PtxError
 
 
 @opcode("bra")
 def _bra(d: Operands, i: Instruction, words: list[str]) -> Any:
     only(words, "uni")
-    target = i.operands[0]
-    assert isinstance(target, Register | Symbol)  # a label of a nested scope is renamed as registers are
-    return Insn("BRA", i, target=Symbol(target.name))
+    (target,) = operands(i, 1)
+    return Insn("BRA", i, target=d.label(target))
 
 
 @opcode("ret", "exit")
 def _ret(d: Operands, i: Instruction, words: list[str]) -> Any:
+    only(words, *(("uni",) if i.opcode.startswith("ret") else ()))
     return Insn("RET", i)
 
 
 @opcode("trap")
 def _trap(d: Operands, i: Instruction, words: list[str]) -> Any:
+    only(words)
     return Insn("TRAP", i)
 
 
-_HINT_WORDS = {
-    "nanosleep": ("u32",), "prefetch": ("global", "tensormap", "param", "const"), "applypriority": ("global",),
-    "griddepcontrol": ("wait", "launch_dependents"), "createpolicy": ("fractional", "range", "global", "cvt", "b64"),
-    "pmevent": ("mask",),
-}  # fmt: skip
-
-
-@opcode("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "pmevent", "applypriority", "createpolicy")
-def _nothing(d: Operands, i: Instruction, words: list[str]) -> Any:
-    """Hints. griddepcontrol orders launches, and the machine runs them one after another."""
-    name = i.opcode.split(".")[0]
-    only([word for word in words if not word.startswith(("L1", "L2"))], *_HINT_WORDS.get(name, ()))
-    if i.opcode.startswith("createpolicy"):
-        return Insn("MOV64", i, d0=result(i.operands[0]), s0=(64, 0))
+@opcode("nanosleep")
+def _nanosleep(d: Operands, i: Instruction, words: list[str]) -> Any:
+    exactly(i, words, "u32")
+    (time,) = operands(i, 1)
+    d.value(time, "u32")
     return Insn("NOP", i)
+
+
+@opcode("griddepcontrol")
+def _griddepcontrol(d: Operands, i: Instruction, words: list[str]) -> Any:
+    """It orders launches, and the machine runs them one after another."""
+    exactly(i, words, "wait", "launch_dependents")
+    return Insn("NOP", i)
+
+
+@opcode("pmevent")
+def _pmevent(d: Operands, i: Instruction, words: list[str]) -> Any:
+    only(words, "mask")
+    (event,) = operands(i, 1)
+    d.literal(event, 0, 0xFFFF if words else 15)
+    return Insn("NOP", i)
+
+
+@opcode("prefetch", "prefetchu", "applypriority")
+def _prefetch(d: Operands, i: Instruction, words: list[str]) -> Any:
+    """Hints about a cache."""
+    name = i.opcode.split(".")[0]
+    known = {"prefetch": ("global", "tensormap", "param", "const"), "applypriority": ("global",)}.get(name, ())
+    only([word for word in words if not word.startswith(("L1", "L2"))], *known)
+    address, *size = operands(i, 2 if name == "applypriority" else 1)
+    if isinstance(address, Memory) and "tensormap" in words:
+        d.tensor(address)
+    else:
+        d.address(address)
+    for bytes_ in size:
+        d.literal(bytes_, 128, 128)
+    return Insn("NOP", i)
+
+
+@opcode("createpolicy")
+def _createpolicy(d: Operands, i: Instruction, words: list[str]) -> Any:
+    """A cache policy, which the machine has no use for; .range and .cvt have operands of other kinds."""
+    only([word for word in words if not word.startswith("L2::")], "fractional", "b64")
+    target, *fraction = operands(i, 1, 2)
+    for o in fraction:
+        d.value(o, "f32")
+    return Insn("MOV64", i, d0=d.result(target, "u64"), s0=(64, 0))
 
 
 @opcode("setmaxnreg")
 def _setmaxnreg(d: Operands, i: Instruction, words: list[str]) -> Any:
     exactly(i, words, "inc.sync.aligned.u32", "dec.sync.aligned.u32")
+    (count,) = operands(i, 1)
+    if d.literal(count, 24, 256) % 8:
+        raise PtxError("a number of registers is a multiple of 8")
     return Insn("SETMAXNREG", i)
 
 
 @opcode("shfl")
 def _shfl(d: Operands, i: Instruction, words: list[str]) -> Any:
-    only(words, "sync", "idx", "up", "down", "bfly", "b32")
     if words[0] != "sync":
         raise PtxError("only shfl.sync is known")
-    target = i.operands[0]
-    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, None)
+    modes = ("idx", "up", "down", "bfly")
+    exactly(i, words, *(f"sync.{mode}.b32" for mode in modes))
+    target, value, lane, clamp, members = operands(i, 5)
+    first, second = d.two_results(target, "b32", "pred")
     return Insn(
-        "SHFL", i, d0=result(first), d1=result(second) if second is not None else None, s0=d.value(i.operands[1]),
-        s1=d.value(i.operands[2]), s2=d.value(i.operands[3]), s3=d.value(i.operands[4]),
-        mod=("idx", "up", "down", "bfly").index(words[1]),
+        "SHFL", i, d0=first, d1=second, s0=d.value(value, "b32"), s1=d.value(lane, "b32"), s2=d.value(clamp, "b32"),
+        s3=_members(d, members), mod=modes.index(words[1]),
     )  # fmt: skip
+
+
+def _members(d: Operands, operand: Any) -> Any:
+    """The lanes that have to take part."""
+    if isinstance(operand, Immediate) and not operand.bits:
+        raise PtxError("a member mask without members")
+    return d.value(operand, "u32")
 
 
 @opcode("vote")
 def _vote(d: Operands, i: Instruction, words: list[str]) -> Any:
     exactly(i, words, "sync.all.pred", "sync.any.pred", "sync.uni.pred", "sync.ballot.b32")
     mod = ("all", "any", "uni", "ballot").index(words[1])
-    return Insn("VOTE", i, d0=result(i.operands[0]), s0=d.value(i.operands[1], 1), s3=d.value(i.operands[2]), mod=mod)
+    target, condition, members = operands(i, 3)
+    return Insn(
+        "VOTE", i, d0=d.result(target, words[-1]), s0=d.value(condition, "pred"), s3=_members(d, members), mod=mod
+    )
 
 
 @opcode("elect")
 def _elect(d: Operands, i: Instruction, words: list[str]) -> Any:
-    target = i.operands[0]
     exactly(i, words, "sync")
+    target, members = operands(i, 2)
     if not isinstance(target, Pair):
         raise PtxError("two results are expected")
-    return Insn("ELECT", i, d0=result(target.first), d1=result(target.second), s3=d.value(i.operands[1]))
+    first, second = d.two_results(target, "u32", "pred")
+    return Insn("ELECT", i, d0=first, d1=second, s3=_members(d, members))
 
 
 @opcode("redux")
@@ -101,13 +141,16 @@ def _redux(d: Operands, i: Instruction, words: list[str]) -> Any:
     mod = {"add": 0, "min": 1 if kind == "s32" else 3, "max": 2 if kind == "s32" else 4, "and": 5, "or": 6, "xor": 7}[
         operation
     ]
-    return Insn("REDUX", i, d0=result(i.operands[0]), s0=d.value(i.operands[1]), s3=d.value(i.operands[2]), mod=mod)
+    target, value, members = operands(i, 3)
+    kind = "u32" if kind == "b32" else kind  # its operands are integers, as the assembler has it
+    return Insn("REDUX", i, d0=d.result(target, kind), s0=d.value(value, kind), s3=_members(d, members), mod=mod)
 
 
 @opcode("activemask")
 def _activemask(d: Operands, i: Instruction, words: list[str]) -> Any:
     exactly(i, words, "b32")
-    return Insn("ACTIVEMASK", i, d0=result(i.operands[0]))
+    (target,) = operands(i, 1)
+    return Insn("ACTIVEMASK", i, d0=d.result(target, "b32"))
 
 
 # --- barriers and fences ---------------------------------------------------------------------------------------------
@@ -117,74 +160,79 @@ def _activemask(d: Operands, i: Instruction, words: list[str]) -> Any:
 def _bar(d: Operands, i: Instruction, words: list[str]) -> Any:
     words = [word for word in words if word not in ("cta", "aligned")]
     if words[0] == "warp":
-        only(words[1:], "sync")
-        return Insn("BAR_WARP", i, s0=d.value(i.operands[0]))
+        exactly(i, words, "warp.sync")
+        (members,) = operands(i, 1)
+        return Insn("BAR_WARP", i, s0=_members(d, members))
     if words[0] == "cluster":
         only(words[1:2], "arrive", "wait")
         only(words[2:], *(("release", "relaxed") if words[1] == "arrive" else ("acquire",)))
         return Insn("CLUSTER_ARRIVE" if words[1] == "arrive" else "CLUSTER_WAIT", i)
-    only(words, "sync", "arrive")
-    values = [d.value(o) for o in i.operands]
+    exactly(i, words, "sync", "arrive")
+    barrier, *rest = operands(i, *((1, 2) if words[0] == "sync" else (2,)))
+    if isinstance(barrier, Immediate):
+        d.literal(barrier, 0, 15)
+    for count in rest:
+        if isinstance(count, Immediate) and d.literal(count, 32, 1024) % 32:
+            raise PtxError("the threads of a barrier are a multiple of 32")
+    values = [d.value(o, "u32") for o in (barrier, *rest)]
     if words[0] == "sync":
         return Insn("BAR_SYNC", i, s0=values[0], s1=values[-1], mod=int(len(values) == 1))
     return Insn("BAR_ARRIVE", i, s0=values[0], s1=values[1])
 
 
+_MOST_PENDING = (1 << 20) - 1
+"""Arrivals that an mbarrier may wait for, and bytes."""
+_MBARRIER_WORDS = ("shared", "shared::cta", "shared::cluster", "b64", "acquire", "release", "relaxed", "cta", "cluster")
+
+
 @opcode("mbarrier")
 def _mbarrier(d: Operands, i: Instruction, words: list[str]) -> Any:
-    what = words[0]
-    spaces = (
-        "shared",
-        "shared::cta",
-        "shared::cluster",
-        "b64",
-        "acquire",
-        "release",
-        "relaxed",
-        "cta",
-        "cluster",
-        "parity",
-    )
-    only([w for w in words[1:] if w not in ("expect_tx", "noComplete")], *spaces)
-    if what in ("init", "inval", "expect_tx"):
-        base, offset, wide = d.address(i.operands[0])
-        if what == "inval":
-            return Insn("MBAR_INVAL", i, s0=base, imm=offset, mod=wide)
+    what, rest = words[0], words[1:]
+    if what == "arrive" and "noComplete" in rest:
+        raise PtxError("mbarrier.arrive.noComplete is not known")
+    own = {"arrive": ("expect_tx",), "try_wait": ("parity",), "test_wait": ("parity",)}.get(what, ())
+    only(rest, *_MBARRIER_WORDS, *own)
+    if what == "inval":
+        (memory,) = operands(i, 1)
+        base, offset, wide = d.address(memory, shared=True)
+        return Insn("MBAR_INVAL", i, s0=base, imm=offset, mod=wide)
+    if what in ("init", "expect_tx"):
+        memory, count = operands(i, 2)
+        base, offset, wide = d.address(memory, shared=True)
         op, mod = ("MBAR_INIT", wide) if what == "init" else ("MBAR_EXPECT_TX", wide | 2 | 4)
-        return Insn(op, i, s0=base, imm=offset, s1=d.value(i.operands[1]), mod=mod)
+        return Insn(op, i, s0=base, imm=offset, s1=_pending(d, count, what == "init"), mod=mod)
     if what == "arrive":
-        if "noComplete" in words:
-            raise PtxError("mbarrier.arrive.noComplete is not known")
-        has_token = not isinstance(i.operands[0], Memory)
-        operands = i.operands[1:] if has_token else i.operands
-        base, offset, wide = d.address(operands[0])
-        count = d.value(operands[1]) if len(operands) > 1 else (32, 1)
-        token = i.operands[0] if has_token else None
-        op = "MBAR_ARRIVE_EXPECT_TX" if "expect_tx" in words else "MBAR_ARRIVE"
+        has_token = bool(i.operands) and not isinstance(i.operands[0], Memory)
+        token, memory, *counts = operands(i, 2, 3) if has_token else (None, *operands(i, 1, 2))
+        base, offset, wide = d.address(memory, shared=True)
+        expects = "expect_tx" in rest
+        if expects and not counts:
+            raise PtxError("the bytes to expect are missing")
         return Insn(
-            op,
-            i,
-            d0=result(token) if token is not None else None,
-            s0=base,
-            imm=offset,
-            s1=count,
-            mod=wide | (2 if "expect_tx" in words else 0),
-        )
+            "MBAR_ARRIVE_EXPECT_TX" if expects else "MBAR_ARRIVE", i,
+            d0=d.result(token, "u64") if token is not None else None, s0=base, imm=offset,
+            s1=_pending(d, counts[0], not expects) if counts else (32, 1), mod=wide | (2 if expects else 0),
+        )  # fmt: skip
     if what in ("try_wait", "test_wait"):
-        base, offset, wide = d.address(i.operands[1])
-        parity = "parity" in words
-        mod = wide | (8 if what == "try_wait" else 0)
-        asked = d.value(i.operands[2], 32 if parity else 64)
+        target, memory, phase, *time = operands(i, *((3, 4) if what == "try_wait" else (3,)))
+        base, offset, wide = d.address(memory, shared=True)
+        parity = "parity" in rest
+        if parity and isinstance(phase, Immediate):
+            d.literal(phase, 0, 1)
+        for o in time:  # after which it may give up, as it may at any time
+            d.value(o, "u32")
         return Insn(
-            "MBAR_WAIT_PARITY" if parity else "MBAR_WAIT_TOKEN",
-            i,
-            d0=result(i.operands[0]),
-            s0=base,
-            imm=offset,
-            s1=asked,
-            mod=mod,
-        )
+            "MBAR_WAIT_PARITY" if parity else "MBAR_WAIT_TOKEN", i, d0=d.result(target, "pred"), s0=base, imm=offset,
+            s1=d.value(phase, "u32" if parity else "u64"), mod=wide | (8 if what == "try_wait" else 0),
+        )  # fmt: skip
     raise PtxError(f"opcode {i.opcode} is not known")
+
+
+def _pending(d: Operands, operand: Any, arrivals: bool) -> Any:
+    """A count of arrivals, of which there is one at least, or of bytes."""
+    if isinstance(operand, Immediate):
+        d.literal(operand, int(arrivals), _MOST_PENDING)
+    return d.value(operand, "u32")
 
 
 @opcode("fence", "membar")

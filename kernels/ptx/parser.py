@@ -1,17 +1,43 @@
 """PTX text to statements: kernels, their parameters, registers and instructions.
 
 The grammar is the part of the PTX ISA that compilers emit: one translation unit, kernels without calls, inline assembly
-in nested scopes with registers and labels of their own. Nothing is interpreted here; ``program.py`` gives instructions
-their meaning. Every error names the line.
+in nested scopes with registers and labels of their own. Nothing is interpreted here; ``decode.py`` gives instructions
+their meaning. Every error names the line and the rule, and quotes what breaks it. The text may be anybody's, so what it
+can make grow has a limit.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from math import prod
+
+from dsa_planner.kernels.ptx.registers import REGISTER_WIDTHS
+from dsa_planner.kernels.ptx.syntax import (
+    SHARED_BYTES,
+    Immediate,
+    Instruction,
+    Kernel,
+    Memory,
+    Module,
+    Operand,
+    Pair,
+    Parameter,
+    PtxError,
+    Register,
+    Shared,
+    Symbol,
+    Vector,
+    alignment,
+    count,
+    number,
+    quoted,
+)
 
 __all__ = [
+    "MOST_CHARACTERS",
+    "MOST_LINES",
+    "MOST_REGISTERS",
     "Immediate",
     "Instruction",
     "Kernel",
@@ -27,133 +53,41 @@ __all__ = [
     "parse",
 ]
 
-
-class PtxError(ValueError):
-    """PTX that the machine does not understand; the message names the line and quotes it."""
-
-
-@dataclass(frozen=True)
-class Register:
-    """A register, or a special register such as ``%tid.x``. ``negated`` is the ``!`` of a predicate operand."""
-
-    name: str
-    negated: bool = False
-
-
-@dataclass(frozen=True)
-class Immediate:
-    """A literal. ``bits`` is its value, or the bits of a float (32 of ``0f``, 64 of ``0d``)."""
-
-    bits: int
-    is_float: bool = False
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """The name of a parameter or of a variable in shared memory, plus bytes."""
-
-    name: str
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """``[base + offset]``, with the coordinates of a tensor access."""
-
-    base: Register | Symbol | Immediate
-    offset: int = 0
-    coordinates: tuple[Operand, ...] = ()
-
-
-@dataclass(frozen=True)
-class Vector:
-    """``{a, b, ...}``."""
-
-    elements: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """``a|b``: two results."""
-
-    first: Operand
-    second: Operand
-
-
-Operand = Register | Immediate | Symbol | Memory | Vector | Pair
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction. ``opcode`` has its modifiers; a label operand is a Symbol."""
-
-    line: int
-    opcode: str
-    operands: tuple[Operand, ...]
-    guard: Register | None
-    text: str
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A kernel parameter and where it lies in the parameter block, in bytes."""
-
-    name: str
-    offset: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A variable in shared memory. Dynamic shared memory has 0 bytes."""
-
-    name: str
-    align: int
-    bytes: int
-
-
-@dataclass
-class Kernel:
-    """One entry: instructions in order, labels as indices into them, and the type of every register."""
-
-    name: str
-    parameters: list[Parameter] = field(default_factory=list)
-    instructions: list[Instruction] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
-    registers: dict[str, str] = field(default_factory=dict)
-    shared: list[Shared] = field(default_factory=list)
-    threads: int = 0
-
-
-@dataclass
-class Module:
-    """A translation unit."""
-
-    target: str
-    version: str
-    kernels: dict[str, Kernel]
-
+MOST_CHARACTERS, MOST_LINES, MOST_REGISTERS = 1 << 24, 1 << 18, 1 << 17
+"""Limits of a unit, and of a kernel's registers: ten times and more what the largest plan has."""
+_PARAMETER_BYTES = 32_764
+_SCOPES = 64  # one in another
+_THREADS = 1024
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 _LABEL = re.compile(r"([A-Za-z_$][\w$]*)\s*:(?!:)")
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.entry\s+([\w$]+)\s*\(")
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[bufs](8|16|32|64)(?:\s+\.ptr[^,\s]*(?:\s+\.\w+(?:\s+\d+)?)*)?\s+([\w$]+)"
-    r"(?:\[(\d+)\])?"
+    r"(?:\[(\d+)\])?",
+    re.A,
 )
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _SHARED = re.compile(
-    r"(?:\.extern\s+|\.visible\s+)*\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bufs](8|16|32|64)\s+([\w$]+)\s*(?:\[(\d*)\])?"
+    r"(?:\.extern\s+|\.visible\s+)*\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bufs](8|16|32|64)\s+([\w$]+)\s*(?:\[(\d*)\])?",
+    re.A,
 )
-_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
+_BLOCK = r"\.{}\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?"
+_REQUIRED_BLOCK, _LARGEST_BLOCK = (re.compile(_BLOCK.format(name), re.A) for name in ("reqntid", "maxntid"))
+_NO_MEANING_HERE = re.compile(r"\.(?:minnctapersm|maxnctapersm|maxnreg)\s+\d+|\.pragma\s+\"[^\"]*\"\s*;", re.A)
 
 
 def parse(text: str) -> Module:
     """Parse a translation unit.
 
     Raises:
-        PtxError: it has something that this machine does not know.
+        PtxError: it has something that this machine does not know, or more of something than the limits above.
     """
+    lines = text.count("\n")
+    if lines > MOST_LINES:
+        raise PtxError(f"line {MOST_LINES + 1}: a unit has at most {MOST_LINES:,} lines, and this one has {lines:,}")
+    if len(text) > MOST_CHARACTERS:
+        raise PtxError(f"line 1: a unit has at most {MOST_CHARACTERS:,} characters, and this one has {len(text):,}")
     return _Parser(text).module()
 
 
@@ -174,9 +108,9 @@ class _Parser:
         while self.at < len(self.text) and self.text[self.at].isspace():
             self._advance(1)
 
-    def _advance(self, count: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + count)
-        self.at += count
+    def _advance(self, characters: int) -> None:
+        self.line += self.text.count("\n", self.at, self.at + characters)
+        self.at += characters
 
     def _until(self, stop: str) -> str:
         end = self.text.find(stop, self.at)
@@ -184,6 +118,12 @@ class _Parser:
             raise PtxError(f"line {self.line}: {stop!r} expected before the end")
         found = self.text[self.at : end]
         self._advance(end + len(stop) - self.at)
+        return found
+
+    def _rest_of_line(self) -> str:
+        end = self.text.find("\n", self.at)
+        found = self.text[self.at : end if end >= 0 else len(self.text)]
+        self._advance(len(found))
         return found
 
     # --- module level ---
@@ -195,97 +135,129 @@ class _Parser:
             self._skip_space()
             if self.at == len(self.text):
                 break
+            line = self.line
             entry = _ENTRY.match(self.text, self.at)
             if entry:
                 self._advance(entry.end() - self.at)
                 kernel = self._kernel(entry.group(1))
+                if kernel.name in kernels:
+                    raise PtxError(f"line {line}: entry {quoted(kernel.name)} is declared twice")
                 kernels[kernel.name] = kernel
-                continue
-            line = self.text[self.at : (self.text + "\n").find("\n", self.at)]
-            if line.startswith((".version", ".target", ".address_size", ".file", ".loc")):
-                words = self._until("\n").split(None, 1) if "\n" in self.text[self.at :] else [line, ""]
-                if words[0] == ".version":
-                    version = words[1].strip()
-                elif words[0] == ".target":
-                    target = words[1].split(",")[0].strip()
-            elif line.startswith((".extern", ".shared", ".visible")):
-                self._declare_shared(self._until(";"), self.shared)
-            elif line.startswith(".section"):
+            elif self.text.startswith((".version", ".target", ".address_size", ".file", ".loc"), self.at):
+                directive, _, value = " ".join(self._rest_of_line().split()).partition(" ")
+                if directive == ".version":
+                    version = value
+                elif directive == ".target":
+                    target = value.split(",")[0].strip()
+                elif directive == ".address_size" and value != "64":
+                    raise PtxError(f"line {line}: addresses of 64 bits are expected: {directive} {quoted(value)}")
+            elif self.text.startswith((".extern", ".shared", ".visible"), self.at):
+                self._declare_shared(self._until(";"), self.shared, line)
+            elif self.text.startswith(".section", self.at):
                 self._until("}")
             else:
-                raise PtxError(f"line {self.line}: {line.strip()!r} is not known at the top level")
+                raise PtxError(f"line {line}: '{quoted(self._rest_of_line())}' is not known at the top level")
         return Module(target, version, kernels)
 
-    def _declare_shared(self, statement: str, into: list[Shared]) -> None:
-        match = _SHARED.match(statement.strip())
+    def _declare_shared(self, statement: str, into: list[Shared], line: int) -> None:
+        text = quoted(statement)
+        match = _SHARED.fullmatch(statement.strip())
         if not match:
-            raise PtxError(f"line {self.line}: {statement.strip()!r} is not known")
-        align, bits, name, count = match.groups()
+            raise PtxError(f"line {line}: '{text}' is not known")
+        align, bits, name, extent = match.groups()
         size = _SIZES[bits]
-        elements = int(count) if count else (0 if count == "" else 1)
-        into.append(Shared(name, int(align or size), size * elements))
+        limit = SHARED_BYTES // size
+        with _Quoting(line, text):
+            elements = count("elements", extent, limit) if extent else (0 if extent == "" else 1)
+            if name in {variable.name for variable in into}:
+                raise PtxError(f"{quoted(name)} is declared twice")
+            into.append(Shared(name, alignment(align or str(size)), size * elements))
 
     def _kernel(self, name: str) -> Kernel:
-        kernel = Kernel(name, shared=list(self.shared))
+        kernel = Kernel(name, self.line, shared=list(self.shared))
+        line = self.line
         offset = 0
         for declaration in filter(None, (part.strip() for part in self._until(")").split(","))):
-            match = _PARAMETER.match(declaration)
+            match = _PARAMETER.fullmatch(declaration)
             if not match:
-                raise PtxError(f"line {self.line}: parameter {declaration!r} is not known")
-            align, bits, parameter, count = match.groups()
-            size = _SIZES[bits] * int(count or 1)
-            step = int(align or _SIZES[bits])
-            offset = -(-offset // step) * step
+                raise PtxError(f"line {line}: parameter '{quoted(declaration)}' is not known")
+            align, bits, parameter, extent = match.groups()
+            with _Quoting(line, quoted(declaration)):
+                size = _SIZES[bits] * count("elements", extent or "1", _PARAMETER_BYTES)
+                step = alignment(align or str(_SIZES[bits]))
+                offset = -(-offset // step) * step
+                if offset + size > _PARAMETER_BYTES:
+                    raise PtxError(f"parameters take at most {_PARAMETER_BYTES:,} bytes together")
+                if parameter in {known.name for known in kernel.parameters}:
+                    raise PtxError(f"{quoted(parameter)} is declared twice")
             kernel.parameters.append(Parameter(parameter, offset, size))
             offset += size
-        directives = self._until("{")
-        threads = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", directives)
-        if threads:
-            kernel.threads = 1
-            for extent in filter(None, threads.groups()):
-                kernel.threads *= int(extent)
+        self._directives(kernel)
         self.scopes = [{}]
-        self.pending_labels: list[tuple[str, int]] = []
-        depth = 1
-        while depth:
+        while self.scopes:
             self._skip_space()
             if self.at == len(self.text):
-                raise PtxError(f"line {self.line}: the body of {name} does not end")
+                raise PtxError(f"line {self.line}: the body of {quoted(name)} does not end")
             character = self.text[self.at]
             if character == "{":
+                if len(self.scopes) > _SCOPES:
+                    raise PtxError(f"line {self.line}: at most {_SCOPES} scopes lie one in another: {{")
                 self._advance(1)
-                depth += 1
                 self.scope_count += 1
                 self.scopes.append(self._scope_names())
             elif character == "}":
                 self._advance(1)
-                depth -= 1
                 self.scopes.pop()
             elif label := _LABEL.match(self.text, self.at):
-                kernel.labels[self._name(label.group(1))] = len(kernel.instructions)
+                known = self._name(label.group(1))
+                if known in kernel.labels:
+                    raise PtxError(f"line {self.line}: a label stands once in its scope: {quoted(label.group())}")
+                kernel.labels[known] = len(kernel.instructions)
                 self._advance(label.end() - self.at)
             else:
                 self._statement(kernel)
         return kernel
 
+    def _directives(self, kernel: Kernel) -> None:
+        """What stands between an entry's parameters and its body: its block, and hints for the assembler."""
+        line = self.line
+        text = self._until("{")
+        with _Quoting(line, quoted(text)):
+            for pattern, what in ((_REQUIRED_BLOCK, "required_block"), (_LARGEST_BLOCK, "largest_block")):
+                for match in pattern.finditer(text):
+                    extents = tuple(count("threads", extent, _THREADS) for extent in match.groups() if extent)
+                    if not 1 <= prod(extents) <= _THREADS:
+                        raise PtxError(f"a block has 1 to {_THREADS} threads, not {prod(extents):,}")
+                    setattr(kernel, what, extents)
+                text = pattern.sub(" ", text)
+            left = _NO_MEANING_HERE.sub(" ", text).split()
+            if left:
+                raise PtxError(f"directive {quoted(left[0])} of an entry is not known")
+
     def _scope_names(self) -> dict[str, str]:
         """The names that a nested scope declares: its labels and registers, renamed so that they are unique."""
-        body = self.text[self.at : self._scope_end()]
+        body = self._scope_body()
         suffix = f"@{self.scope_count}"
         names = {label: label + suffix for label in _LABEL.findall(body)}
-        for declared in re.findall(r"\.reg\s+\.\w+\s+([^;]*);", body):
-            for register in declared.split(","):
-                names[register.strip()] = register.strip() + suffix
+        for statement in re.findall(r"\.reg\s+\.\w+\s+[^;]*(?=;)", body):
+            names.update((name, name + suffix) for name, _ in _registers(statement, self.line))
+            if len(names) > MOST_REGISTERS:
+                raise PtxError(
+                    f"line {self.line}: a kernel has at most {MOST_REGISTERS:,} registers: {quoted(statement)}"
+                )
         return names
 
-    def _scope_end(self) -> int:
-        depth, at = 1, self.at
-        while depth:
-            if at == len(self.text):
-                raise PtxError(f"line {self.line}: a scope does not end")
-            depth += {"{": 1, "}": -1}.get(self.text[at], 0)
-            at += 1
-        return at
+    def _scope_body(self) -> str:
+        """The text of the scope that begins here, without the scopes (and vectors) in it."""
+        depth, parts, start = 1, [], self.at
+        for brace in re.compile(r"[{}]").finditer(self.text, self.at):
+            if depth == 1:
+                parts.append(self.text[start : brace.start()])
+            depth += 1 if brace.group() == "{" else -1
+            start = brace.end()
+            if not depth:
+                return " ".join(parts)
+        raise PtxError(f"line {self.line}: a scope does not end")
 
     def _name(self, name: str) -> str:
         for scope in reversed(self.scopes):
@@ -298,30 +270,25 @@ class _Parser:
     def _statement(self, kernel: Kernel) -> None:
         line = self.line
         if self.text.startswith((".loc", ".file"), self.at):
-            self._until("\n")
+            self._rest_of_line()
             return
         statement = " ".join(self._until(";").split())
         if statement.startswith(".reg"):
-            for name, kind in self._registers(statement, line):
-                kernel.registers[self._name(name)] = kind
+            for name, kind in _registers(statement, line):
+                known = self._name(name)
+                if known in kernel.registers:
+                    raise PtxError(f"line {line}: register {quoted(name)} is declared twice: {quoted(statement)}")
+                if len(kernel.registers) == MOST_REGISTERS:
+                    raise PtxError(
+                        f"line {line}: a kernel has at most {MOST_REGISTERS:,} registers: {quoted(statement)}"
+                    )
+                kernel.registers[known] = kind
         elif statement.startswith((".pragma", ".branchtargets")):
             return
         elif statement.startswith(".shared"):
-            self._declare_shared(statement, kernel.shared)
+            self._declare_shared(statement, kernel.shared, line)
         elif statement:
             kernel.instructions.append(self._instruction(statement, line))
-
-    def _registers(self, statement: str, line: int) -> Iterator[tuple[str, str]]:
-        match = _REG.match(statement)
-        if not match:
-            raise PtxError(f"line {line}: {statement!r} is not known")
-        for name in match.group(2).split(","):
-            counted = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name.strip())
-            if counted:
-                for index in range(int(counted.group(2))):
-                    yield f"{counted.group(1)}{index}", match.group(1)
-            else:
-                yield name.strip(), match.group(1)
 
     def _instruction(self, statement: str, line: int) -> Instruction:
         text, guard = statement, None
@@ -330,50 +297,84 @@ class _Parser:
             guard = Register(self._name(match.group(2)), match.group(1) == "!")
             statement = statement[match.end() :]
         opcode, _, rest = statement.partition(" ")
-        try:
-            operands = tuple(self._operand(part) for part in _split(rest))
-        except PtxError as error:
-            raise PtxError(f"line {line}: {error} in {text!r}") from None
-        return Instruction(line, opcode, operands, guard, text)
+        with _Quoting(line, quoted(text)):
+            return Instruction(line, opcode, tuple(self._operand(part) for part in _split(rest)), guard, text)
 
     def _operand(self, text: str) -> Operand:
         if text.startswith("{") and text.endswith("}"):
-            return Vector(tuple(self._operand(part) for part in _split(text[1:-1])))
+            return Vector(tuple(self._simple(part) for part in _split(text[1:-1])))
         if text.startswith("[") and text.endswith("]"):
-            first, *others = _split(text[1:-1])
+            first, *others = _split(text[1:-1]) or [""]
             base, offset = self._address(first)
             coordinates: list[Operand] = []
             for part in others:
-                operand = self._operand(part)
+                operand = self._operand(part) if part.startswith("{") else self._simple(part)
                 coordinates.extend(operand.elements if isinstance(operand, Vector) else (operand,))
             return Memory(base, offset, tuple(coordinates))
         if "|" in text:
-            first, second = text.split("|")
-            return Pair(self._operand(first.strip()), self._operand(second.strip()))
+            first, _, second = text.partition("|")
+            return Pair(self._simple(first.strip()), self._simple(second.strip()))
         return self._simple(text)
 
     def _address(self, text: str) -> tuple[Register | Symbol | Immediate, int]:
         match = re.fullmatch(r"([%\w$.]+)\s*(?:([+-])\s*(-?\w+))?", text.strip())
         if not match:
-            raise PtxError(f"address {text!r}")
+            raise PtxError(f"address '{quoted(text)}' is not understood")
         base = self._simple(match.group(1))
-        if isinstance(base, Pair | Vector | Memory):
-            raise PtxError(f"address {text!r}")
-        offset = int(match.group(3) or "0", 0) * (-1 if match.group(2) == "-" else 1)
-        return base, offset
+        offset = number(match.group(3) or "0")
+        if offset is None:
+            raise PtxError(f"offset '{quoted(match.group(3))}' is not a whole number")
+        return base, offset * (-1 if match.group(2) == "-" else 1)
 
     def _simple(self, text: str) -> Register | Immediate | Symbol:
-        if _NUMBER.match(text):
-            return Immediate(int(text.rstrip("U"), 0))
+        value = number(text)
+        if value is not None:
+            return Immediate(value)
         if re.fullmatch(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}", text):
-            return Immediate(int(text[2:], 16), is_float=True)
+            return Immediate(int(text[2:], 16), float_bits=32 if text[1] in "fF" else 64)
         negated = text.startswith("!")
         name = self._name(text[1:].strip() if negated else text)
-        if name.startswith("%") or "@" in name or name == "_" or negated:
-            return Register(name, negated)
-        if re.fullmatch(r"[\w$]+", name):
-            return Symbol(name)
-        raise PtxError(f"operand {text!r}")
+        if re.fullmatch(r"[%\w$][\w$.]*(?:@\d+)?", name):
+            if name.startswith("%") or "@" in name or name == "_" or negated:
+                return Register(name, negated)
+            if re.fullmatch(r"[A-Za-z_$][\w$]*", name):
+                return Symbol(name)
+        raise PtxError(f"operand '{quoted(text)}' is not understood")
+
+
+class _Quoting:
+    """Errors in here get the number and the text of a statement."""
+
+    def __init__(self, line: int, text: str) -> None:
+        self.line, self.text = line, text
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PtxError):
+            raise PtxError(f"line {self.line}: {error}: {self.text}") from None
+
+
+def _registers(statement: str, line: int) -> Iterator[tuple[str, str]]:
+    """The name and type of every register that a statement declares."""
+    match = _REG.fullmatch(statement)
+    text = quoted(statement)
+    if not match:
+        raise PtxError(f"line {line}: '{text}' is not known")
+    names, kind = match.group(2), match.group(1)
+    with _Quoting(line, text):
+        if kind not in REGISTER_WIDTHS:
+            raise PtxError(f"registers of type .{quoted(kind)} are not known")
+        for name in names.split(","):
+            counted = re.fullmatch(r"(%?[\w$]+)\s*<\s*(\d+)\s*>", name.strip(), re.A)
+            if counted:
+                for index in range(count("registers", counted.group(2), MOST_REGISTERS)):
+                    yield f"{counted.group(1)}{index}", kind
+            elif re.fullmatch(r"%?[\w$]+", name.strip()):
+                yield name.strip(), kind
+            else:
+                raise PtxError(f"'{quoted(name)}' is not the name of a register")
 
 
 def _split(text: str) -> list[str]:
@@ -388,4 +389,8 @@ def _split(text: str) -> list[str]:
             parts.append(text[start:at].strip())
             start = at + 1
     parts.append(text[start:].strip())
-    return [part for part in parts if part]
+    if parts == [""]:
+        return []
+    if "" in parts:
+        raise PtxError("an operand is missing between commas")
+    return parts

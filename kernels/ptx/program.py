@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy
 
-from dsa_planner.kernels.ptx.parser import Instruction, Kernel, Register
-from dsa_planner.kernels.ptx.registers import Use, allocate, live_spans
+from dsa_planner.kernels.ptx.registers import REGISTER_WIDTHS, Use, allocate, live_spans
+from dsa_planner.kernels.ptx.syntax import Instruction, Kernel, Register
 
-__all__ = ["FIELDS", "OPCODES", "REGISTER_WIDTHS", "Insn", "Program", "assemble", "read", "written"]
+__all__ = ["FIELDS", "OPCODES", "Insn", "Program", "assemble", "read", "written"]
 
 _LISTED = (Path(__file__).parent / "vm/opcodes.h").read_text().split("*/", 1)[1]
 OPCODES = {
@@ -22,11 +22,6 @@ OPCODES = {
 FIELDS = (
     "op", "guard", "d0", "d1", "s0", "s1", "s2", "s3", "imm", "imm2", "mod", "list", "n", "line", "touches", "target",
 )  # fmt: skip
-REGISTER_WIDTHS = {
-    "pred": 0, "b8": 1, "b16": 1, "u16": 1, "s16": 1, "f16": 1, "b32": 1, "u32": 1, "s32": 1, "f32": 1, "b64": 2,
-    "u64": 2, "s64": 2, "f64": 2,
-}  # fmt: skip
-"""Slots of 32 lanes by 32 bits that a register of a type takes."""
 
 _PREDICATE_RESULTS = frozenset(
     {"SETP_S32", "SETP_U32", "SETP_S64", "SETP_U64", "SETP_F32", "SETP_S16", "SETP_U16", "PAND", "POR", "PXOR", "PNOT",
@@ -57,6 +52,8 @@ class Program:
     global_granule_shift: int
     shared_static: int
     uses_tensor_memory: bool
+    register_names: dict[int, str]
+    """The registers that asynchronous instructions use, by slot. Others share slots."""
 
 
 @dataclass
@@ -110,6 +107,7 @@ def assemble(kernel: Kernel, instructions: list[Insn], granules: Mapping[str, in
         global_granule_shift=granules["global"].bit_length() - 1,
         shared_static=shared_static,
         uses_tensor_memory=any(insn.op.startswith("TC5") for insn in instructions),
+        register_names={encoder.slots[name]: name for name in encoder.alone if name in encoder.slots},
     )
 
 
@@ -125,7 +123,8 @@ class _Encoder:
         self.slots, count = allocate(general, width, in_flight | fragments)
         self.trash = count + count % 2  # where unwanted results go
         self.slot_count = self.trash + 2
-        self.pinned = {self.slots[name] for name in in_flight | fragments if name in self.slots}
+        self.alone = in_flight | fragments
+        self.pinned = {self.slots[name] for name in self.alone if name in self.slots}
         self.in_flight = {self.slots[name] for name in in_flight if name in self.slots}
         self.constants: dict[tuple[int, int], int] = {}
         self.rows: list[list[int]] = []

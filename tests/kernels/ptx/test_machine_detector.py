@@ -380,8 +380,8 @@ FAULTS = [
     ),
     Fault(
         "bar-sync-with-a-count-of-no-whole-warps",
-        "REPAIR",
-        "barrier contract", "bar.sync 1", by="bar.sync 1, 32;", instead="bar.sync 1, 33;",
+        "REPAIR\nbar.sync 1, %r5;",
+        "barrier contract", "bar.sync 1", by="mov.u32 %r5, 32;", instead="mov.u32 %r5, 33;",
     ),
     Fault(
         "a-shuffle-from-a-lane-that-is-not-there",
