@@ -66,7 +66,7 @@ def _mul(d: Operands, i: Instruction, words: list[str]) -> Any:
 _WIDE = {"s32": "s64", "u32": "u64"}
 _PRODUCTS = (
     *(f"lo.{kind}" for kind in ("s16", "u16", "s32", "u32", "s64", "u64")),
-    *(f"hi.{kind}" for kind in ("s32", "u32")),
+    *(f"hi.{kind}" for kind in ("s32", "u32", "s64", "u64")),
     *(f"wide.{kind}" for kind in _WIDE),
 )
 
@@ -78,11 +78,13 @@ def _mad(d: Operands, i: Instruction, words: list[str]) -> Any:
         only(words[:-1], "rn", "ftz")
         op = "FFMA" if kind == "f32" else "FFMA2"
         return plain(d, i, op, f"{kind} {kind} {kind} {kind}", FTZ if "ftz" in words else 0)
-    exactly(i, words, *(product for product in _PRODUCTS if not product.endswith("16") and "hi" not in product))
+    exactly(i, words, *(product for product in _PRODUCTS if not product.endswith("16")))
     if i.opcode.startswith("fma"):
         raise PtxError(f"opcode {i.opcode} is not known")
     if words[0] == "lo":
         return plain(d, i, f"MAD{bits_of(kind)}", f"{kind} {kind} {kind} {kind}")
+    if words[0] == "hi":
+        return plain(d, i, f"MADHI_{kind.upper()}", f"{kind} {kind} {kind} {kind}")
     return plain(d, i, f"MADWIDE_{kind.upper()}", f"{_WIDE[kind]} {kind} {kind} {_WIDE[kind]}")
 
 

@@ -22,11 +22,14 @@ addc.u32 %r1, %r2, %r3
 mad.lo.cc.u32 %r1, %r2, %r3, %r4
 mad.lo.sat.s32 %r1, %r2, %r3, %r4
 mad.wide.foo.s32 %d1, %r2, %r3, %d4
-mad.hi.u32 %r1, %r2, %r3, %r4
+mad.hi.u16 %h1, %h2, %h3, %h4
+mad.hi.cc.u32 %r1, %r2, %r3, %r4
+fma.lo.u32 %r1, %r2, %r3, %r4
 mul.lo.foo.s32 %r1, %r2, %r3
 mul.hi.foo.s32 %r1, %r2, %r3
 mul.wide.foo.s32 %d1, %r2, %r3
-mul.hi.u64 %d1, %d2, %d3
+mul.hi.u16 %h1, %h2, %h3
+mul.hi.b64 %d1, %d2, %d3
 mul.wide.u16 %r1, %h1, %h2
 mul.rz.f32 %r1, %r2, %r3
 mul.sat.f32 %r1, %r2, %r3
