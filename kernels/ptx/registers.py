@@ -15,8 +15,7 @@ __all__ = ["REGISTER_WIDTHS", "Use", "allocate", "live_spans"]
 
 REGISTER_WIDTHS = {
     "pred": 0, "b8": 1, "u8": 1, "s8": 1, "b16": 1, "u16": 1, "s16": 1, "f16": 1, "b32": 1, "u32": 1, "s32": 1,
-    "f32": 1,
-    "b64": 2, "u64": 2, "s64": 2, "f64": 2,
+    "f32": 1, "b64": 2, "u64": 2, "s64": 2, "f64": 2,
 }  # fmt: skip
 """Slots of 32 lanes by 32 bits that a register of a type takes."""
 
