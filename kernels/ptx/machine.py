@@ -16,6 +16,7 @@ import numpy
 
 from dsa_planner.kernels.ptx import build
 from dsa_planner.kernels.ptx.program import FIELDS, Program
+from dsa_planner.kernels.ptx.syntax import Register, quoted, spelled
 
 __all__ = ["Buffer", "Finding", "Machine", "Profile", "Result", "Schedule", "TensorMap", "pack_parameters", "profile"]
 
@@ -62,6 +63,7 @@ _KINDS = (
     "no end, or a limit of the machine", "still in flight at the end", "descriptor", "tensor map",
 )  # fmt: skip
 _SPACES = ("global", "shared", "generic", "tensor")
+_REGISTER, _LANES, _BARRIER, _VALUE = range(len(_SPACES), len(_SPACES) + 4)  # as in machine.h
 _WAITS = ("", "an mbarrier", "a barrier", "a copy or mma group", "tensor memory", "")
 
 
@@ -290,7 +292,7 @@ def _aligned(array: Any) -> Any:
 
 def _describe_finding(found: _Finding, program: Program) -> Finding:
     def line(pc: int) -> str:
-        return f"line {program.lines[pc]} ({program.texts[pc]})" if 0 <= pc < len(program.lines) else ""
+        return f"line {program.lines[pc]} ({quoted(program.texts[pc])})" if 0 <= pc < len(program.lines) else ""
 
     kind = _KINDS[found.kind]
     before = line(found.pc_before)
@@ -300,8 +302,24 @@ def _describe_finding(found: _Finding, program: Program) -> Finding:
     if kind == "deadlock":
         before = _wait(found)
     else:
-        where += f", {_SPACES[found.space]} address {found.address:#x}"
+        where += _place(found, program)
     return Finding(kind, before, line(found.pc_now), where, int(found.count))
+
+
+def _place(found: _Finding, program: Program) -> str:
+    """What the number of a finding says, which depends on its space."""
+    number, space = int(found.address), found.space
+    if space < len(_SPACES):
+        return f", {_SPACES[space]} address {number:#x}"
+    if space == _REGISTER:
+        return f", register {spelled(Register(program.register_names[number]))}"
+    if space == _LANES:
+        return f", lanes {number & 0xFFFFFFFF:#010x}"
+    if space == _BARRIER:
+        return f", barrier {number >> 32} of {number & 0xFFFFFFFF} threads"
+    if space == _VALUE:
+        return f", value {number if number < 1 << 63 else number - (1 << 64)}"
+    return ""
 
 
 def _wait(found: Any) -> str:

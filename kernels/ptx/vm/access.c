@@ -116,7 +116,7 @@ static void op_ATOM(Warp *w, const Insn *i, u32 mask) {
    addresses. */
 static void op_LDMATRIX(Warp *w, const Insn *i, u32 mask) {
   Machine *m = w->cta->machine;
-  if (mask != FULL) find(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, 0, 0);
+  if (mask != FULL) find(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, SPACE_LANES, ~mask);
   u16 rows[4][8][8];
   for (i32 j = 0; j < i->n; j++)
     for (i32 r = 0; r < 8; r++) {
@@ -137,7 +137,7 @@ static void op_LDMATRIX(Warp *w, const Insn *i, u32 mask) {
 }
 static void op_STMATRIX(Warp *w, const Insn *i, u32 mask) {
   Machine *m = w->cta->machine;
-  if (mask != FULL) find(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, 0, 0);
+  if (mask != FULL) find(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, SPACE_LANES, ~mask);
   for (i32 j = 0; j < i->n; j++) {
     u16 rows[8][8];
     const u32 *d = slot(w, m->lists[i->list + j]);

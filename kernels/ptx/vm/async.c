@@ -76,7 +76,7 @@ static void land_cp_async(Cta *cta, Async *op) {
     if (!to) return;
     memset(to, 0, op->idesc);
     if (op->bytes[l] > op->idesc) {
-      fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, l, SPACE_GLOBAL, op->bytes[l]);
+      fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, l, SPACE_VALUE, op->bytes[l]);
       return;
     }
     if (!op->bytes[l]) continue;
@@ -169,7 +169,7 @@ static TensorMap *map_at(Machine *m, Cta *cta, Async *op) {
   u64 offset = op->map - PARAM_WINDOW;
   TensorMap *t = (TensorMap *)(m->params + offset);
   if (op->map < PARAM_WINDOW || offset + 128 > (u64)m->param_bytes || t->magic != TENSOR_MAP_MAGIC) {
-    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, 0, op->map);
+    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, SPACE_GENERIC, op->map);
     return 0;
   }
   return t;
@@ -216,7 +216,7 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
     for (u32 d = 1; d < rank; d++) rows *= t->box[d];
   Actor a = async_actor(cta, op, op->mask);
   if (op->scale_d && t->element_bytes != 4) { /* a map does not say its type: sums are those of fp32 */
-    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, 0, op->map);
+    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, SPACE_GENERIC, op->map);
     return;
   }
   if (op->destination[0] & 127 || (t->swizzle_bytes && row_bytes > t->swizzle_bytes)) {
@@ -226,11 +226,11 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
   u64 pitches = t->base | row_bytes;
   for (u32 d = 1; d < rank; d++) pitches |= t->stride[d - 1];
   if (pitches & 15) { /* cuTensorMapEncodeTiled refuses it */
-    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, 0, op->map);
+    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, SPACE_GENERIC, op->map);
     return;
   }
   if ((i64)op->coordinates[0] * t->element_bytes & 15) { /* an illegal instruction on an H200 */
-    fatal(m, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, (u64)(i64)op->coordinates[0]);
+    fatal(m, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_VALUE, (u64)(i64)op->coordinates[0]);
     return;
   }
   u64 row_end = (u64)t->extent[0] * t->element_bytes;
@@ -241,7 +241,7 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
   }
   for (u32 d = 0; d < rank && !load; d++) /* loads fill with zeros there; stores are illegal on an H200 */
     if (op->coordinates[d] < 0) {
-      fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, (u64)(i64)op->coordinates[d]);
+      fatal(m, FIND_BOUNDS, -1, op->pc, cta, op->warp, -1, SPACE_VALUE, (u64)(i64)op->coordinates[d]);
       return;
     }
   for (u32 r = 0; r < rows; r++) {
@@ -355,7 +355,7 @@ static void land_bulk_store(Cta *cta, Async *op) {
   Actor a = async_actor(cta, op, op->mask);
   u32 bytes = op->bytes[0];
   if (bytes & 15 || !bytes) {
-    fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, bytes);
+    fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_VALUE, bytes);
     return;
   }
   u8 *from = shared_at(cta->machine, &a, op->destination[0], bytes, 16, 0);
@@ -382,7 +382,7 @@ static void land_bulk_load(Cta *cta, Async *op) {
   Actor a = async_actor(cta, op, op->mask);
   u32 bytes = op->bytes[0];
   if (bytes & 15 || !bytes) {
-    fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_GLOBAL, bytes);
+    fatal(cta->machine, FIND_ALIGN, -1, op->pc, cta, op->warp, -1, SPACE_VALUE, bytes);
     return;
   }
   u8 *from = global_at(cta->machine, &a, op->source[0], bytes, 16, ACCESS_READ);

@@ -104,7 +104,7 @@ static void acquire(Warp *w, u32 mask, const Knowledge *from) {
 }
 
 static u32 next_clock(Machine *m, u32 clock) {
-  if (clock >= CLOCK_MASK - 1) m->fatal = 1, find(m, FIND_LIMIT, -1, -1, 0, -1, -1, 0, 0);
+  if (clock >= CLOCK_MASK - 1) m->fatal = 1, find(m, FIND_LIMIT, -1, -1, 0, -1, -1, SPACE_NONE, 0);
   return clock + 1;
 }
 
@@ -169,7 +169,7 @@ static void fence_proxy(Warp *w, u32 mask) {
 
 static u32 new_agent(Cta *cta) {
   if (cta->agents == MAX_AGENTS) {
-    fatal(cta->machine, FIND_LIMIT, -1, -1, cta, -1, -1, 0, 0);
+    fatal(cta->machine, FIND_LIMIT, -1, -1, cta, -1, -1, SPACE_NONE, 0);
     return MAX_AGENTS - 1;
   }
   for (Knowledge *k = cta->free_knowledge; k; k = k->next_free) k->ordered[cta->agents] = k->fenced[cta->agents] = 0;

@@ -10,7 +10,7 @@ static i32 regroup(Warp *w) {
   u32 candidates = awake & ~w->napping;
   if (!candidates) {
     i32 pc = w->live ? (i32)w->lane_pc[__builtin_ctz(w->live)] : -1;
-    fatal(m, FIND_CONVERGENCE, -1, pc, w->cta, w->index, -1, 0, w->live);
+    fatal(m, FIND_CONVERGENCE, -1, pc, w->cta, w->index, -1, SPACE_LANES, w->live);
     return 0;
   }
   LANES if ((candidates >> l & 1) && w->lane_pc[l] < best) best = w->lane_pc[l];
@@ -32,12 +32,36 @@ static i32 converge(Warp *w, u32 needed) {
   return 0;
 }
 
-static void warp_barrier(Warp *w, u32 needed) {
-  u32 here = w->active | w->at_warp_barrier;
+/* Member masks. The lanes that these name together. */
+static u32 named(const u32 *masks, u32 lanes) {
+  u32 all = 0;
+  LANES all |= lanes >> l & 1 ? masks[l] : 0;
+  return all;
+}
+
+/* The first of these lanes and all that have the same mask: they execute an instruction together, apart from others. */
+static u32 same_mask(const u32 *masks, u32 lanes) {
+  u32 mask = masks[__builtin_ctz(lanes)], group = 0;
+  LANES group |= (u32)(masks[l] == mask) << l;
+  return group & lanes;
+}
+
+/* A lane has to be in its own mask, and all that it names have to be here: those that have exited, or whose predicate
+   is false, are not. */
+static void check_members(Warp *w, u32 group, u32 mask) {
+  if (group != mask)
+    find(w->cta->machine, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, SPACE_LANES, group ^ mask);
+}
+
+/* bar.warp.sync of lanes that have one mask. Those that have exited are not waited for. */
+static void warp_barrier(Warp *w, u32 group, u32 needed) {
+  u32 here = group | w->at_warp_barrier;
+  if (group & ~needed)
+    fatal(w->cta->machine, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, SPACE_LANES, group & ~needed);
   if (needed & w->live & ~here) {
-    LANES if (w->active >> l & 1) w->lane_pc[l] = w->pc;
-    w->at_warp_barrier |= w->active;
-    w->active = 0;
+    LANES if (group >> l & 1) w->lane_pc[l] = w->pc;
+    w->at_warp_barrier |= group;
+    w->active &= ~group;
     return;
   }
   order_lanes(w, needed & w->live);
@@ -89,11 +113,21 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
       }
       case OP_NOP: break;
       case OP_TRAP:
-        if (mask) fatal(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, 0, 1);
+        if (mask) fatal(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, SPACE_LANES, mask);
         break;
       case OP_BAR_WARP:
         if (!mask) break;
-        warp_barrier(w, slot(w, i->s0)[__builtin_ctz(mask)]);
+        if (mask != w->active) { /* the others go on */
+          LANES if (w->active >> l & 1) w->lane_pc[l] = w->pc + !(mask >> l & 1);
+          w->active = 0;
+          continue;
+        }
+        for (u32 left = mask; left;) {
+          const u32 *masks = slot(w, i->s0);
+          u32 needed = masks[__builtin_ctz(left)], group = same_mask(masks, left);
+          warp_barrier(w, group, needed);
+          left &= ~group;
+        }
         if (!w->active) continue;
         break;
       case OP_SETMAXNREG:
@@ -116,10 +150,12 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
         if (mask && !op_BULK_WAIT(w, i, mask)) return;
         break;
       case OP_WGMMA_WAIT:
+        if (!mask) break;
         if (!converge(w, FULL)) continue;
         if (!op_WGMMA_WAIT(w, i, mask)) return;
         break;
       case OP_TC5_ALLOC:
+        if (!mask) break;
         if (!converge(w, FULL)) continue;
         if (!op_TC5_ALLOC(w, i, mask)) return;
         break;
@@ -159,8 +195,13 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
 #define CONVERGED(name)                                              \
   case OP_##name:                                                    \
     if (!mask) break;                                                \
-    if (!converge(w, slot(w, i->s3)[__builtin_ctz(mask)])) continue; \
-    op_##name(w, i, mask);                                           \
+    if (!converge(w, named(slot(w, i->s3), mask))) continue;         \
+    for (u32 left = mask; left;) {                                   \
+      u32 group = same_mask(slot(w, i->s3), left);                       \
+      check_members(w, group, slot(w, i->s3)[__builtin_ctz(left)]); \
+      op_##name(w, i, group);                                        \
+      left &= ~group;                                                \
+    }                                                                \
     break;
 #define ALIGNED(name)                 \
   case OP_##name:                     \
@@ -174,7 +215,7 @@ static void run_warp(Machine *m, Warp *w, i64 quantum) {
 #undef CONVERGED
 #undef ALIGNED
         /* clang-format on */
-      default: fatal(m, FIND_LIMIT, -1, w->pc, w->cta, w->index, -1, 0, i->op); /* no case: never skipped */
+      default: fatal(m, FIND_LIMIT, -1, w->pc, w->cta, w->index, -1, SPACE_VALUE, i->op); /* no case: never skipped */
     }
     w->pc++;
   }

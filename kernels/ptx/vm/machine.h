@@ -37,7 +37,18 @@ typedef struct {
   i32 op, guard, d0, d1, s0, s1, s2, s3, imm, imm2, mod, list, n, line, touches, target;
 } Insn;
 
-enum { SPACE_GLOBAL, SPACE_SHARED, SPACE_GENERIC };
+/* Also what the number of a finding is: an address, a register slot, lanes, a barrier << 32 | threads, or a value. */
+enum {
+  SPACE_GLOBAL,
+  SPACE_SHARED,
+  SPACE_GENERIC,
+  SPACE_TENSOR,
+  SPACE_REGISTER,
+  SPACE_LANES,
+  SPACE_BARRIER,
+  SPACE_VALUE,
+  SPACE_NONE
+};
 
 /* Epochs: 0 is never written, 1 is written before the launch, else agent << 20 | clock. */
 #define CLOCK_BITS 20

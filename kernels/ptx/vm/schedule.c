@@ -45,19 +45,19 @@ static void start_cta(Machine *m, Cta *cta, i32 index) {
 static void finish_cta(Machine *m, Cta *cta) {
   for (Async *op = cta->pending; op; op = op->next)
     if (op->kind != ASYNC_BULK_STORE && op->kind != ASYNC_TMA_STORE)
-      find(m, FIND_PENDING, op->pc, -1, cta, op->warp, -1, 0, 0);
+      find(m, FIND_PENDING, op->pc, -1, cta, op->warp, -1, SPACE_NONE, 0);
   /* Shared memory that an operation still reads when its CTA ends may be given to another one. */
   while (cta->pending) {
     Async *op = cta->pending;
     if (op->kind == ASYNC_BULK_STORE || op->kind == ASYNC_TMA_STORE)
-      find(m, FIND_PENDING, op->pc, -1, cta, op->warp, -1, 0, 0);
+      find(m, FIND_PENDING, op->pc, -1, cta, op->warp, -1, SPACE_NONE, 0);
     land(cta, op);
   }
   i32 warps = m->threads / 32;
   for (i32 n = 0; n < warps; n++) {
     Warp *w = &cta->warps[n];
     if ((n & 3) && w->wgmma_issued != cta->warps[n & ~3].wgmma_issued)
-      find(m, FIND_WGMMA, -1, -1, cta, n, -1, 0, w->wgmma_issued);
+      find(m, FIND_WGMMA, -1, -1, cta, n, -1, SPACE_VALUE, w->wgmma_issued);
     LANES drop(cta, w->knowledge[l]);
   }
   for (i32 n = 0; n < m->shared_bytes / 8; n++) {
@@ -65,7 +65,7 @@ static void finish_cta(Machine *m, Cta *cta) {
     drop(cta, cta->mbarriers[n].completed);
   }
   for (i32 n = 0; n < 17; n++) drop(cta, cta->barriers[n].released);
-  if (cta->tmem_live) find(m, FIND_TMEM, -1, -1, cta, -1, -1, 3, cta->tmem_live);
+  if (cta->tmem_live) find(m, FIND_TMEM, -1, -1, cta, -1, -1, SPACE_VALUE, cta->tmem_live);
   cta->done = 1;
 }
 
@@ -163,7 +163,7 @@ static i32 schedule(Machine *m, Cta *ctas, i32 resident) {
     static const i32 quanta[8] = {1, 2, 7, 30, 100, 300, 1000, 4000};
     run_warp(m, chosen, m->policy ? quanta[draw(m, 8)] : 1 << 20);
     if (m->executed > m->instruction_limit)
-      fatal(m, FIND_LIMIT, -1, chosen->pc, chosen->cta, chosen->index, -1, 0, m->executed);
+      fatal(m, FIND_LIMIT, -1, chosen->pc, chosen->cta, chosen->index, -1, SPACE_VALUE, m->executed);
     Cta *cta = chosen->cta;
     if (!cta->warps_left && !cta->done && !m->fatal) {
       finish_cta(m, cta);

@@ -23,7 +23,7 @@ static void op_SHFL(Warp *w, const Insn *i, u32 mask) {
     }
     if (!ok) j = l;
     if ((mask >> l & 1) && !(mask >> j & 1))
-      find(w->cta->machine, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, l, 0, j);
+      find(w->cta->machine, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, l, SPACE_LANES, 1u << (j & 31));
     r[l] = a[j & 31];
     inside |= (u32)ok << l;
   }
@@ -92,13 +92,13 @@ static void barrier_arrive(Warp *w, i32 id, u32 expected, i32 waits, i32 acquire
   Cta *cta = w->cta;
   Machine *m = cta->machine;
   if (id < 0 || id > 16 || (expected & 31) || expected > (u32)m->threads || !expected) {
-    fatal(m, FIND_BARRIER, -1, w->pc, cta, w->index, -1, 0, (u64)id << 32 | expected);
+    fatal(m, FIND_BARRIER, -1, w->pc, cta, w->index, -1, SPACE_BARRIER, (u64)id << 32 | expected);
     return;
   }
   Barrier *b = &cta->barriers[id];
   if (b->arrived && b->expected != expected)
-    find(m, FIND_BARRIER, -1, w->pc, cta, w->index, -1, 0, (u64)id << 32 | expected);
-  if (w->active != w->live) find(m, FIND_CONVERGENCE, -1, w->pc, cta, w->index, -1, 0, id);
+    find(m, FIND_BARRIER, -1, w->pc, cta, w->index, -1, SPACE_BARRIER, (u64)id << 32 | expected);
+  if (w->active != w->live) find(m, FIND_CONVERGENCE, -1, w->pc, cta, w->index, -1, SPACE_LANES, w->live & ~w->active);
   b->expected = expected;
   b->arrived += 32;
   release(w, w->active, &b->released);

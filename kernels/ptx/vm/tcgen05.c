@@ -14,17 +14,18 @@ static u32 *tmem_cell(Machine *m, const Actor *a, u32 lane, u32 column, i32 writ
   Cta *c = a->cta;
   u32 address = lane << 16 | column;
   if (lane >= TMEM_LANES || column >= TMEM_COLUMNS) {
-    fatal(m, FIND_BOUNDS, -1, a->pc, c, a->warp, a->lane, 3, address);
+    fatal(m, FIND_BOUNDS, -1, a->pc, c, a->warp, a->lane, SPACE_TENSOR, address);
     return 0;
   }
-  if (!c->tmem_allocated[column]) find(m, FIND_TMEM, -1, a->pc, c, a->warp, a->lane, 3, address);
+  if (!c->tmem_allocated[column]) find(m, FIND_TMEM, -1, a->pc, c, a->warp, a->lane, SPACE_TENSOR, address);
   u64 at = tmem_at(lane, column);
   if (m->detect && write)
-    shadow_write(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address,
-                 ACCESS_WRITE);
+    shadow_write(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, SPACE_TENSOR,
+                 address, ACCESS_WRITE);
   else if (m->detect)
-    shadow_read(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, 3, address);
-  (write ? m->bytes_written : m->bytes_read)[3] += 4;
+    shadow_read(m, a, c->tmem_written, c->tmem_written_pc, c->tmem_read, c->tmem_read_pc, at, at, SPACE_TENSOR,
+                address);
+  (write ? m->bytes_written : m->bytes_read)[SPACE_TENSOR] += 4;
   return c->tmem + at;
 }
 
@@ -36,7 +37,7 @@ static i32 op_TC5_ALLOC(Warp *w, const Insn *i, u32 mask) {
   Machine *m = cta->machine;
   u32 lane = __builtin_ctz(mask), columns = slot(w, i->s1)[lane];
   if (columns < 32 || columns > 512 || columns & (columns - 1) || cta->tmem_permit) {
-    fatal(m, FIND_TMEM, -1, w->pc, cta, w->index, -1, 3, columns);
+    fatal(m, FIND_TMEM, -1, w->pc, cta, w->index, -1, SPACE_VALUE, columns);
     return 1;
   }
   u32 start = 0;
@@ -66,12 +67,12 @@ static void op_TC5_DEALLOC(Warp *w, const Insn *i, u32 mask) {
   Cta *cta = w->cta;
   u32 lane = __builtin_ctz(mask), start = slot(w, i->s0)[lane] & 0xffff, columns = slot(w, i->s1)[lane];
   if (start >= TMEM_COLUMNS || start + columns > TMEM_COLUMNS || cta->tmem_allocated[start] != columns) {
-    fatal(cta->machine, FIND_TMEM, -1, w->pc, cta, w->index, -1, 3, start);
+    fatal(cta->machine, FIND_TMEM, -1, w->pc, cta, w->index, -1, SPACE_TENSOR, start);
     return;
   }
   for (Async *op = cta->pending; op; op = op->next)
     if (op->kind == ASYNC_TC5_MMA && op->d_address % 65536 >= start && op->d_address % 65536 < start + columns)
-      find(cta->machine, FIND_TMEM, op->pc, w->pc, cta, w->index, -1, 3, start);
+      find(cta->machine, FIND_TMEM, op->pc, w->pc, cta, w->index, -1, SPACE_TENSOR, start);
   for (u32 c = 0; c < columns; c++) cta->tmem_allocated[start + c] = 0;
   cta->tmem_live -= columns;
   wake(cta, WAIT_ALLOC, 0);
@@ -111,10 +112,11 @@ static void tc5_move(Warp *w, const Insn *i, i32 store) {
   u32 quarter = 32 * (w->index & 3);
   Actor a = tc5_actor(w, store);
   if ((base_lane & ~16u) != quarter) {
-    find(m, FIND_TMEM, -1, w->pc, w->cta, w->index, -1, 3, address);
+    find(m, FIND_TMEM, -1, w->pc, w->cta, w->index, -1, SPACE_TENSOR, address);
     base_lane = quarter | (base_lane & 16);
   }
-  if (i->mod == TC5_32X32B && base_lane & 16) find(m, FIND_ALIGN, -1, w->pc, w->cta, w->index, -1, 3, address);
+  if (i->mod == TC5_32X32B && base_lane & 16)
+    find(m, FIND_ALIGN, -1, w->pc, w->cta, w->index, -1, SPACE_TENSOR, address);
   for (i32 r = 0; r < i->n; r++) {
     u32 *d = slot(w, m->lists[i->list + r]);
     LANES {
@@ -158,7 +160,7 @@ static void check_loaded_registers(Warp *w, const i32 *touches) {
   for (i32 n = 0; n < touches[writes]; n++) {
     u32 pc = w->tc5_loading[touches[writes + 1 + n]];
     if (!pc) continue;
-    find(w->cta->machine, FIND_TMEM, pc - 1, w->pc, w->cta, w->index, -1, 3, 0);
+    find(w->cta->machine, FIND_TMEM, pc - 1, w->pc, w->cta, w->index, -1, SPACE_REGISTER, touches[writes + 1 + n]);
     for (i32 s = 0; s < w->cta->machine->slots; s++) /* once for each load */
       if (w->tc5_loading[s] == pc) w->tc5_loading[s] = 0;
   }
@@ -196,7 +198,7 @@ static i32 tc5_descriptor(Machine *m, Cta *cta, Async *op, u64 d, i32 mn_major, 
   static const i32 swizzle[8] = {0, -1, 128, -1, 64, -1, 32, -1};
   i32 bytes = swizzle[d >> 61];
   if (bytes < 0 || (d >> 46 & 7) != 1 || (d >> 49 & 15)) { /* 32-byte atoms, base offsets and the second LBO mode */
-    fatal(m, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, SPACE_SHARED, d);
+    fatal(m, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, SPACE_VALUE, d);
     return 0;
   }
   *out = (Descriptor){(d & 0x3fff) << 4, (d >> 16 & 0x3fff) << 4, (d >> 32 & 0x3fff) << 4, bytes, mn_major};
@@ -219,12 +221,12 @@ static void land_tc5_mma(Cta *cta, Async *op) {
   u32 a_format = idesc >> 7 & 7, b_format = idesc >> 10 & 7;
   if ((idesc & 0xf) || (idesc >> 4 & 3) != 1 || a_format > 1 || b_format > 1 || (rows != 64 && rows != 128) ||
       columns < 8 || columns > 256 || (rows == 128 && columns % 16) || idesc >> 30) {
-    fatal(m, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, 3, idesc);
+    fatal(m, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, SPACE_VALUE, idesc);
     return;
   }
   u32 a_address = i->mod & TC5_A_TMEM ? (u32)op->a_desc : 0;
   if (!tc5_lanes_fit(rows, op->d_address) || !tc5_lanes_fit(rows, a_address)) {
-    fatal(m, FIND_TMEM, -1, op->pc, cta, op->warp, -1, 3, op->d_address);
+    fatal(m, FIND_TMEM, -1, op->pc, cta, op->warp, -1, SPACE_TENSOR, op->d_address);
     return;
   }
   Actor actor = async_actor(cta, op, op->mask), inside = actor;

@@ -145,10 +145,11 @@ static void op_WGMMA(Warp *w, const Insn *i, u32 mask) {
   Machine *m = w->cta->machine;
   const i32 *d = m->lists + i->list;
   i32 registers = i->n / 2, in_registers = i->mod & WGMMA_A_REGISTERS;
-  if (mask != FULL) find(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, 0, 0);
-  if (!w->fence_stamp) find(m, FIND_WGMMA, -1, w->pc, w->cta, w->index, -1, 0, 0);
+  if (mask != FULL) find(m, FIND_CONVERGENCE, -1, w->pc, w->cta, w->index, -1, SPACE_LANES, ~mask);
+  if (!w->fence_stamp) find(m, FIND_WGMMA, -1, w->pc, w->cta, w->index, -1, SPACE_NONE, 0);
   for (i32 r = 0; r < registers + (in_registers ? 4 : 0); r++)
-    if (w->wgmma_stamp[d[r]] > w->fence_stamp) find(m, FIND_WGMMA, -1, w->pc, w->cta, w->index, -1, 0, d[r]);
+    if (w->wgmma_stamp[d[r]] > w->fence_stamp)
+      find(m, FIND_WGMMA, -1, w->pc, w->cta, w->index, -1, SPACE_REGISTER, d[r]);
   if (!w->wgmma_agent) w->wgmma_agent = new_agent(w->cta), w->wgmma_clock = 1;
   Async *op = new_async(w, ASYNC_WGMMA, FULL);
   op->agent = w->wgmma_agent;
@@ -167,7 +168,7 @@ static void op_WGMMA(Warp *w, const Insn *i, u32 mask) {
 static i32 wgmma_descriptor(Cta *cta, Async *op, u64 d, i32 mn_major, Descriptor *out) {
   static const u32 swizzle[4] = {0, 128, 64, 32};
   if (d >> 49 & 7) { /* base offsets, for tiles that do not start where the swizzle does, are not modelled */
-    fatal(cta->machine, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, SPACE_SHARED, d);
+    fatal(cta->machine, FIND_DESCRIPTOR, -1, op->pc, cta, op->warp, -1, SPACE_VALUE, d);
     return 0;
   }
   *out = (Descriptor){(d & 0x3fff) << 4, (d >> 16 & 0x3fff) << 4, (d >> 32 & 0x3fff) << 4, swizzle[d >> 62], mn_major};
@@ -250,9 +251,10 @@ static void check_wgmma_registers(Warp *w, const i32 *touches) {
     for (i32 r = 0; r < mma->n / 2; r++) {
       i32 owned = m->lists[mma->list + r];
       for (i32 n = 0; n < writes; n++)
-        if (touches[n] == owned) find(m, FIND_WGMMA, op->pc, w->pc, w->cta, w->index, -1, 0, owned);
+        if (touches[n] == owned) find(m, FIND_WGMMA, op->pc, w->pc, w->cta, w->index, -1, SPACE_REGISTER, owned);
       for (i32 n = 0; n < touches[writes]; n++)
-        if (touches[writes + 1 + n] == owned) find(m, FIND_WGMMA, op->pc, w->pc, w->cta, w->index, -1, 0, owned);
+        if (touches[writes + 1 + n] == owned)
+          find(m, FIND_WGMMA, op->pc, w->pc, w->cta, w->index, -1, SPACE_REGISTER, owned);
     }
   }
 }

@@ -495,6 +495,13 @@ def test_the_repaired_program_has_no_finding(vm: machine.Machine, fault: Fault, 
     assert not found, list(map(str, found))
 
 
+@pytest.mark.parametrize("name", ["a-wgmma-without-its-wait", "a-wgmma-after-a-register-write-without-a-fence"])
+def test_a_register_of_wgmma_is_named(vm: machine.Machine, name: str) -> None:
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
+    found = [one for schedule in SCHEDULES for one in run(vm, fault.text(False), fault.threads, 1, schedule)]
+    assert any(one.kind == fault.kind and one.where.endswith(", register %r1") for one in found)
+
+
 def deadlock(vm: machine.Machine, body: str, threads: int, schedule: str, target: str = "sm_90a") -> list[str]:
     """Where and for what each warp is said to wait, in the order of warps."""
     text = kernel(["source", "target"], SETUP + body, threads=threads, target=target)
