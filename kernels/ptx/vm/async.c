@@ -45,6 +45,7 @@ static void complete_tx(Cta *cta, Async *op, u32 address, u64 bytes) {
   check_init(cta->machine, &a, b, address);
   complete_into(cta, op, op->mask, &b->released);
   b->tx -= bytes;
+  if (!transfer_fits(cta, b, address, op->pc, op->warp, -1)) return;
   complete_phase_if_due(cta, b, address);
 }
 
@@ -92,7 +93,10 @@ static void op_CP_ASYNC_MBAR_ARRIVE(Warp *w, const Insn *i, u32 mask) {
     op->destination[l] = shared_offset(i->mod & 1 ? slot64(w, i->s0)[l] : slot(w, i->s0)[l]) + i->imm;
     Mbarrier *b = mbarrier_at(w->cta, op->destination[l], w->index, l, w->pc, 1);
     if (!b) return;
-    if (!(i->mod & 2)) b->pending++; /* without .noinc */
+    if (!(i->mod & 2) && ++b->pending > MOST_PENDING) { /* without .noinc */
+      fatal(w->cta->machine, FIND_MBARRIER, b->init_pc, w->pc, w->cta, w->index, l, SPACE_SHARED, op->destination[l]);
+      return;
+    }
     op->registers[l] = w->cp_agent[l];
     op->registers[32 + l] = w->cp_clock[l];
     if (w->cp_agent[l]) w->cp_clock[l]++;

@@ -185,6 +185,14 @@ static void check_init(Machine *m, const Actor *a, Mbarrier *b, u32 address) {
     find(m, FIND_FENCE, b->init_pc, a->pc, a->cta, a->warp, a->lane, SPACE_SHARED, address);
 }
 
+/* An mbarrier counts up to 2^20 - 1 bytes, either way, and as many arrivals. */
+enum { MOST_PENDING = (1 << 20) - 1 };
+static i32 transfer_fits(Cta *cta, const Mbarrier *b, u32 address, i32 pc, i32 warp, i32 lane) {
+  if (b->tx <= MOST_PENDING && b->tx >= -MOST_PENDING) return 1;
+  fatal(cta->machine, FIND_MBARRIER, b->init_pc, pc, cta, warp, lane, SPACE_SHARED, address);
+  return 0;
+}
+
 static void complete_phase_if_due(Cta *cta, Mbarrier *b, u32 address) {
   cta->machine->progress++;
   if (b->pending || b->tx) return;
@@ -212,7 +220,7 @@ static void op_MBAR_INIT(Warp *w, const Insn *i, u32 mask) {
     if (!b) return;
     Actor a = lane_actor(w, l, w->pc);
     if (!b->valid) shared_at(m, &a, address, 8, 8, 1);
-    if (b->valid || !count || count > 0xfffff)
+    if (b->valid || !count || count > MOST_PENDING)
       find(m, FIND_MBARRIER, b->init_pc, w->pc, w->cta, w->index, l, SPACE_SHARED, address);
     drop(w->cta, b->released);
     drop(w->cta, b->completed);
@@ -238,7 +246,10 @@ static void op_MBAR_ARRIVE(Warp *w, const Insn *i, u32 mask) {
     Actor a = lane_actor(w, l, w->pc);
     check_init(cta->machine, &a, b, address);
     slot64(w, i->d0)[l] = b->phase;
-    if (i->mod & 2) b->tx += value;
+    if (i->mod & 2) {
+      b->tx += value;
+      if (!transfer_fits(cta, b, address, w->pc, w->index, l)) return;
+    }
     if (i->mod & 4) continue;
     release(w, 1u << l, &b->released);
     mbarrier_arrive(cta, b, address, i->mod & 2 ? 1 : value, w->pc, w->index, l);
