@@ -5,17 +5,17 @@ error. An error is one line that says what was asked, which rule it broke and wh
 
 Exit codes:
 
-=====  ===========================================================================
+=====  =============================================================================================
 0      done
 1      a plan failed to compile, or the answer could not be written
-2      the request is wrong: usage, or outside the support envelope
+2      the request is wrong: usage, outside the support envelope, or PTX that the machine refuses
 3      there is no such plan
 4      the compiler, or what verifies plans, is not installed
 5      a layer cannot be read or written, is damaged, or does not hold what was built
 6      the GPU or its driver is missing, or is another one
 7      a plan failed its verification
 130    interrupted; 128 + N: ended by signal N
-=====  ===========================================================================
+=====  =============================================================================================
 
 Heavy modules are imported inside the commands, so that ``dsa-plan --help`` answers at once.
 """
@@ -230,11 +230,14 @@ def verify(
     settings = Settings.from_environment()
     chosen = request.chosen_plans(search_path(settings), plans or [], topk, backend, arch)
     if ptx is not None:
-        chosen = [verifier.with_ptx(request.only_plan(chosen, "--ptx"), request.content("--ptx", ptx))]
+        text = request.content("--ptx", ptx, most=1 << 24)
+        chosen = [verifier.with_ptx(request.only_plan(chosen, "--ptx"), text)]
     wanted = [verifier.parse_schedule(word) for word in request.words("--schedules", schedules)]
     make = verifier.parse_cases(cases)
     size = (request.integer("--rows", rows, 12, 1), request.integer("--seed", seed, 0, 0))
     at_once = None if jobs is None else request.integer("--jobs", jobs, 4, 1)
+    for plan in chosen:  # a refusal is to come at once, not after the runs of other plans
+        verifier.require_executable(plan, ptx)
     calls = [(plan, case) for plan in chosen for case in make(plan.config, *size)]
     passed = proof.run(calls, wanted, device, rebuild, profile, at_once, json, settings)
     if not passed:

@@ -39,11 +39,7 @@ def run(
     settings: Settings,
 ) -> bool:
     """Verify plans and print the answer; whether all passed."""
-    tasks = [
-        partial(_run, plan, case, schedule, settings, profile)
-        for plan, case in calls
-        for schedule in schedules
-    ]
+    tasks = [partial(_run, plan, case, schedule, settings, profile) for plan, case in calls for schedule in schedules]
     outcomes = list(_in_order(tasks, jobs or available_processors(), enabled=not json))
     if device:
         outcomes += [replace(verify.run_on_device(plan, case), results={}) for plan, case in calls]

@@ -234,18 +234,22 @@ def only_plan(plans: Sequence[PlanFile], option: str) -> PlanFile:
     return plans[0]
 
 
-def content(option: str, path: Path) -> bytes:
-    """What a file holds that an option names.
+def content(option: str, path: Path, most: int) -> bytes:
+    """What a file holds that an option names, of so many bytes at most.
 
     Raises:
-        UnsupportedError: it cannot be read.
+        UnsupportedError: it cannot be read, or is larger.
     """
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            found = file.read(most + 1)
     except OSError as error:
         raise UnsupportedError(
             f"{option} {path}", f"it cannot be read ({error.strerror})", "name a file that can"
         ) from None
+    if len(found) > most:
+        raise UnsupportedError(f"{option} {path}", f"it has more than {most:,} bytes", "name a smaller file")
+    return found
 
 
 @contextmanager
@@ -283,7 +287,7 @@ def integer(option: str, text: str, example: int, least: int = -(10**_LONGEST_NU
     whole = digits.isascii() and digits.isdigit()
     if whole and len(digits) <= _LONGEST_NUMBER and int(text) >= least:
         return int(text)
-    bound = f" of at least {least}" if least > 0 else ""
+    bound = f" of at least {least}" if least >= 0 else ""
     if whole and len(digits) > _LONGEST_NUMBER:
         bound += f"{' and' if bound else ' of'} at most {_LONGEST_NUMBER} digits"
     raise UnsupportedError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import UnsupportedError, VerifierMissingError, shown
-from dsa_planner.launch_record import LaunchRecord, Parameter
+from dsa_planner.launch_record import PARAMETER_BYTES, LaunchRecord, Parameter
 from dsa_planner.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "pairwise_cases",
     "parse_cases",
     "parse_schedule",
+    "require_executable",
     "run_in_machine",
     "run_on_device",
     "with_ptx",
@@ -317,21 +318,62 @@ def with_ptx(plan: PlanFile, ptx: bytes) -> PlanFile:
     return PlanFile.build(manifest["identity"], manifest["build"], manifest["kernels"], sections)
 
 
-def _programs(plan: PlanFile) -> dict[str, Program]:
-    """The plan's kernels, decoded, by their names in the launch record."""
-    from dsa_planner.kernels.ptx.parser import PtxError
+def require_executable(plan: PlanFile, ptx: Path | None = None) -> None:
+    """See that the machine can execute a plan's PTX, which takes half a second, before any run.
 
+    Args:
+        ptx: the file that this PTX is from, if it is not the plan's own.
+
+    Raises:
+        UnsupportedError: as from ``run_in_machine``.
+    """
+    _programs(plan, ptx)
+
+
+def _programs(plan: PlanFile, ptx: Path | None = None) -> dict[str, Program]:
+    """The plan's kernels, decoded, by their names in the launch record."""
+    from dsa_planner.kernels.ptx.syntax import PtxError
+
+    asked, remedy = f"plan {plan.plan_id[:12]}", "verify it on a GPU with --device"
+    if ptx is not None:
+        asked, remedy = f"--ptx {ptx}", "mend the PTX there"
     if "ptx" not in plan.sections:
-        raise UnsupportedError(
-            f"plan {plan.plan_id[:12]}", "its file has no PTX to execute", "build it again with dsa-plan precompile"
-        )
+        raise UnsupportedError(asked, "its file has no PTX to execute", "build it again with dsa-plan precompile")
     try:
         programs = _decoded(plan.sections["ptx"])
-        return {entry["name"]: programs[entry["symbol"]] for entry in plan.manifest["kernels"]}
-    except (PtxError, KeyError, UnicodeDecodeError) as error:
-        raise UnsupportedError(
-            f"plan {plan.plan_id[:12]}", f"its PTX cannot be executed ({error})", "verify it on a GPU with --device"
-        ) from None
+        return _launched(plan, programs)
+    except PtxError as error:
+        raise UnsupportedError(asked, f"its PTX cannot be executed ({error})", remedy) from None
+    except UnicodeDecodeError as error:
+        rule = f"its PTX cannot be executed (byte {error.start} is not text in UTF-8)"
+        raise UnsupportedError(asked, rule, remedy) from None
+
+
+def _launched(plan: PlanFile, programs: Mapping[str, Program]) -> dict[str, Program]:
+    """The programs that a plan launches, by their names in its launch record.
+
+    Raises:
+        PtxError: one is missing, or is not launched as it has to be.
+    """
+    from dsa_planner.kernels.ptx.machine import check_launch
+    from dsa_planner.kernels.ptx.syntax import PtxError, quoted
+
+    symbols = {entry["name"]: entry["symbol"] for entry in plan.manifest["kernels"]}
+    found = {}
+    for kernel in LaunchRecord.parse(plan.launch).kernels:
+        program = programs.get(symbols[kernel.name])
+        if program is None:
+            there = ", ".join(programs) or "none"
+            raise PtxError(f"it has no entry {symbols[kernel.name]}, only {quoted(there)}")
+        check_launch(program, kernel.block, kernel.shared_bytes)
+        due = [PARAMETER_BYTES[parameter.type] for parameter in kernel.parameters]
+        if due != [parameter.bytes for parameter in program.kernel.parameters]:
+            raise PtxError(
+                f"line {program.kernel.line}: entry {program.name} is launched with {len(due)} parameters of "
+                f"{', '.join(map(str, due))} bytes, and does not declare these"
+            )
+        found[kernel.name] = program
+    return found
 
 
 @lru_cache(maxsize=4)

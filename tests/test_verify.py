@@ -125,6 +125,33 @@ def test_a_plan_without_ptx_or_with_unknown_ptx_is_refused(compiled: PlanFile, s
         run(changed(compiled, "elect.sync ", "frobnicate.b32 ", 1), settings)
 
 
+def test_ptx_that_is_not_launched_as_it_asks_is_refused(compiled: PlanFile) -> None:
+    block = "requires a block of 128 threads (.reqntid), and is launched with 384"
+    assert block in refusal(changed(compiled, ".reqntid 384, 1, 1", ".reqntid 128"))
+    assert "requires a block of 192, 2 threads" in refusal(changed(compiled, ".reqntid 384, 1, 1", ".reqntid 192, 2"))
+    most = "allows 256 threads in a block (.maxntid), and is launched with 384"
+    assert most in refusal(changed(compiled, ".reqntid 384, 1, 1", ".maxntid 128, 2"))
+    verify.require_executable(changed(compiled, ".reqntid 384, 1, 1", ".maxntid 192, 2"))
+    shared = changed(compiled, ".minnctapersm 1\n{", ".minnctapersm 1\n{\n.shared .b8 more[20000];")
+    assert "bytes of shared memory and is launched with 221,184 more, and a CTA has at most 232,448" in refusal(shared)
+
+
+def test_ptx_of_other_entries_or_parameters_is_refused(compiled: PlanFile) -> None:
+    symbol = next(entry["symbol"] for entry in compiled.manifest["kernels"] if entry["name"] == "gradients")
+    assert f"it has no entry {symbol}, only " in refusal(changed(compiled, symbol, "other"))
+    parameters = changed(compiled, f".entry {symbol}(", f".entry {symbol}(.param .u64 more,")
+    assert "parameters of 8, " in refusal(parameters)
+    assert "is not text in UTF-8" in refusal(verify.with_ptx(compiled, b"\xff"))
+    assert "it has no entry" in refusal(verify.with_ptx(compiled, b""))
+
+
+def refusal(plan: PlanFile) -> str:
+    with pytest.raises(errors.UnsupportedError) as refused:
+        verify.require_executable(plan)
+    assert str(refused.value).startswith(f"plan {plan.plan_id[:12]}: its PTX cannot be executed (")
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("missing", ["numpy", "ziglang"])
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     find = importlib.util.find_spec
@@ -142,9 +169,23 @@ def test_a_compiler_that_fails_is_named(compiled: PlanFile, monkeypatch: pytest.
     assert list((tmp_path / "machine").iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "random", "random:", "random:-1", "late:x", "fifo", "inorder:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "random",
+        "random:",
+        "random:-1",
+        "random:²",
+        "late:x",
+        "fifo",
+        "inorder:1",
+        f"random:{1 << 64}",
+        "late:" + "9" * 5000,
+    ],
+)
 def test_unknown_schedules_are_refused(text: str) -> None:
-    with pytest.raises(errors.UnsupportedError, match="it has to be inorder, random:SEED or late:SEED"):
+    with pytest.raises(errors.UnsupportedError, match="it has to be inorder, random:SEED or late:SEED, SEED from 0 to"):
         verify.parse_schedule(text)
 
 

@@ -9,22 +9,37 @@ import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from dsa_planner.errors import shown
 from dsa_planner.kernels.ptx import build
+from dsa_planner.kernels.ptx.findings import SPACES, Finding, describe
 from dsa_planner.kernels.ptx.program import FIELDS, Program
-from dsa_planner.kernels.ptx.syntax import Register, quoted, spelled
+from dsa_planner.kernels.ptx.syntax import SHARED_BYTES, PtxError, quoted
 
-__all__ = ["Buffer", "Finding", "Machine", "Profile", "Result", "Schedule", "TensorMap", "pack_parameters", "profile"]
+__all__ = [
+    "Buffer",
+    "Finding",
+    "Machine",
+    "Profile",
+    "Result",
+    "Schedule",
+    "TensorMap",
+    "check_launch",
+    "pack_parameters",
+    "profile",
+]
 
 _I32, _U32, _U64 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_uint64
 _MAX_FINDINGS = 256
 _TENSOR_MAP_MAGIC = 0x50414D524F534E54
 _REGION = 1 << 36
 _FIRST_ADDRESS = 1 << 40
+_MOST_SEED = (1 << 64) - 1
 
 
 class _Allocation(ctypes.Structure):
@@ -56,17 +71,6 @@ class _Machine(ctypes.Structure):
     ]  # fmt: skip
 
 
-_KINDS = (
-    "race: read after write", "race: write after read", "race: write after write", "missing proxy fence",
-    "read of memory never written", "access out of bounds", "misaligned access", "write to read-only memory",
-    "mbarrier contract", "wgmma contract", "convergence", "barrier contract", "tensor memory contract", "deadlock",
-    "no end, or a limit of the machine", "still in flight at the end", "descriptor", "tensor map",
-)  # fmt: skip
-_SPACES = ("global", "shared", "generic", "tensor")
-_REGISTER, _LANES, _BARRIER, _VALUE = range(len(_SPACES), len(_SPACES) + 4)  # as in machine.h
-_WAITS = ("", "an mbarrier", "a barrier", "a copy or mma group", "tensor memory", "")
-
-
 @dataclass(frozen=True)
 class Schedule:
     """In which order things happen. ``seed`` None is in order: each warp runs until it waits, operations land at once.
@@ -80,13 +84,20 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """``inorder``, ``random:SEED`` or ``late:SEED``."""
+        """``inorder``, ``random:SEED`` or ``late:SEED``.
+
+        Raises:
+            ValueError: it is none of them, or the seed does not fit into 64 bits.
+        """
         name, _, seed = text.partition(":")
         if text == "inorder":
             return cls()
-        if name in ("random", "late") and seed.isdigit():
+        is_number = seed.isascii() and seed.isdigit() and len(seed) <= len(str(_MOST_SEED))
+        if name in ("random", "late") and is_number and int(seed) <= _MOST_SEED:
             return cls(int(seed), name == "late")
-        raise ValueError(f"schedule {text!r}: it has to be inorder, random:SEED or late:SEED")
+        raise ValueError(
+            f"schedule {shown(text)}: it has to be inorder, random:SEED or late:SEED, SEED from 0 to {_MOST_SEED}"
+        )
 
     def __str__(self) -> str:
         return "inorder" if self.seed is None else f"{'late' if self.late else 'random'}:{self.seed}"
@@ -127,21 +138,6 @@ class TensorMap:
         ).ljust(128, b"\0")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One broken rule: what, the PTX lines of the earlier and the later access, where, and how often."""
-
-    kind: str
-    before: str
-    now: str
-    where: str
-    count: int
-
-    def __str__(self) -> str:
-        lines = " / ".join(line for line in (self.before, self.now) if line)
-        return f"{self.kind}: {lines}; {self.where}; {self.count}x"
-
-
 @dataclass
 class Result:
     """What one launch did.
@@ -160,6 +156,28 @@ class Result:
     @property
     def ok(self) -> bool:
         return not self.findings
+
+
+def check_launch(program: Program, threads: int, shared_bytes: int) -> None:
+    """See that a kernel can be launched so.
+
+    Raises:
+        PtxError: its block is another one, or its shared memory is too large; the message names the kernel's line.
+    """
+    kernel = program.kernel
+    entry = f"line {kernel.line}: entry {quoted(kernel.name)}"
+    required = (*kernel.required_block, 1, 1, 1)[:3]
+    if kernel.required_block and required != (threads, 1, 1):
+        block = ", ".join(map(str, kernel.required_block))
+        raise PtxError(f"{entry} requires a block of {block} threads (.reqntid), and is launched with {threads}")
+    if kernel.largest_block and threads > prod(kernel.largest_block):
+        most = prod(kernel.largest_block)
+        raise PtxError(f"{entry} allows {most} threads in a block (.maxntid), and is launched with {threads}")
+    if program.shared_static + shared_bytes > SHARED_BYTES:
+        raise PtxError(
+            f"{entry} has {program.shared_static:,} bytes of shared memory and is launched with {shared_bytes:,} more, "
+            f"and a CTA has at most {SHARED_BYTES:,}"
+        )
 
 
 def pack_parameters(program: Program, values: Sequence[int | float | bytes]) -> bytes:
@@ -210,7 +228,11 @@ class Machine:
             shared_bytes: dynamic shared memory of a CTA.
             parameters: the parameter block, from ``pack_parameters``.
             detect: whether to look for races; without, it is faster.
+
+        Raises:
+            PtxError: as from ``check_launch``.
         """
+        check_launch(program, threads, shared_bytes)
         machine = _Machine()
         code = numpy.ascontiguousarray(program.code)
         assert code.shape[1] == len(FIELDS)
@@ -244,12 +266,12 @@ class Machine:
             if buffer.written is not None:
                 numpy.minimum(buffer.written, 1, out=buffer.written)
         return Result(
-            findings=[_describe_finding(machine.findings[n], program) for n in range(machine.finding_count)],
+            findings=[describe(machine.findings[n], program) for n in range(machine.finding_count)],
             executed=machine.executed,
             landed=machine.landed,
             macs=machine.macs,
-            bytes_read=dict(zip(_SPACES, machine.bytes_read, strict=True)),
-            bytes_written=dict(zip(_SPACES, machine.bytes_written, strict=True)),
+            bytes_read=dict(zip(SPACES, machine.bytes_read, strict=True)),
+            bytes_written=dict(zip(SPACES, machine.bytes_written, strict=True)),
             counts=counts,
         )
 
@@ -288,50 +310,6 @@ def _aligned(array: Any) -> Any:
     view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     view[...] = array
     return view
-
-
-def _describe_finding(found: _Finding, program: Program) -> Finding:
-    def line(pc: int) -> str:
-        return f"line {program.lines[pc]} ({quoted(program.texts[pc])})" if 0 <= pc < len(program.lines) else ""
-
-    kind = _KINDS[found.kind]
-    before = line(found.pc_before)
-    where = f"CTA {found.cta}, warp {found.warp}"
-    if found.lane >= 0:
-        where += f", lane {found.lane}"
-    if kind == "deadlock":
-        before = _wait(found)
-    else:
-        where += _place(found, program)
-    return Finding(kind, before, line(found.pc_now), where, int(found.count))
-
-
-def _place(found: _Finding, program: Program) -> str:
-    """What the number of a finding says, which depends on its space."""
-    number, space = int(found.address), found.space
-    if space < len(_SPACES):
-        return f", {_SPACES[space]} address {number:#x}"
-    if space == _REGISTER:
-        return f", register {spelled(Register(program.register_names[number]))}"
-    if space == _LANES:
-        return f", lanes {number & 0xFFFFFFFF:#010x}"
-    if space == _BARRIER:
-        return f", barrier {number >> 32} of {number & 0xFFFFFFFF} threads"
-    if space == _VALUE:
-        return f", value {number if number < 1 << 63 else number - (1 << 64)}"
-    return ""
-
-
-def _wait(found: Any) -> str:
-    """What a warp waits for, and its state."""
-    what = _WAITS[found.pc_before]
-    if what == "an mbarrier":
-        phase, pending, transfer = found.state
-        to_come = f"{pending} arrivals and {transfer} bytes to come"
-        return f"waits for the mbarrier at {found.address:#x} (phase {phase}, {to_come})"
-    if what == "a barrier":
-        return f"waits for barrier {found.address} ({found.state[0]} of {found.state[1]} threads arrived)"
-    return f"waits for {what}"
 
 
 @dataclass

@@ -288,6 +288,8 @@ class _Parser:
         elif statement.startswith(".shared"):
             self._declare_shared(statement, kernel.shared, line)
         elif statement:
+            if len(kernel.instructions) == MOST_LINES:
+                raise PtxError(f"line {line}: a kernel has at most {MOST_LINES:,} instructions: {quoted(statement)}")
             kernel.instructions.append(self._instruction(statement, line))
 
     def _instruction(self, statement: str, line: int) -> Instruction:

@@ -13,8 +13,10 @@ pytest.importorskip("ziglang")
 from changed_plans import changed
 from command_line import Command
 
+from dsa_planner import errors
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.writable import WritableLayer
+from dsa_planner.cli import main, proof, request
 from dsa_planner.kernels.ptx import build
 
 QUICK = ("--rows", "2", "--schedules", "inorder")
@@ -102,7 +104,53 @@ def test_other_ptx_can_be_tried(filled: Command, compiled: PlanFile) -> None:
     assert "missing proxy fence: line" in filled("verify", *QUICK, "--ptx", "other.ptx", code=7).stdout
     assert "it cannot be read" in filled.refused("verify", "--ptx", "none.ptx", code=2)
     (filled.home / "no.ptx").write_text("this is not PTX")
-    assert "line 1: 'this is not PTX'" in filled.refused("verify", *QUICK, "--ptx", "no.ptx", code=2)
+    no = filled.refused("verify", *QUICK, "--ptx", "no.ptx", code=2)
+    assert no.startswith("--ptx no.ptx: its PTX cannot be executed (line 1: 'this is not PTX'")
+    assert no.endswith("; mend the PTX there")
+    (filled.home / "large.ptx").write_bytes(b" " * (1 << 24) + b" ")
+    assert "more than 16,777,216 bytes" in filled.refused("verify", *QUICK, "--ptx", "large.ptx", code=2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("bra.uni", "bra 5; bra.uni"),
+        ("setp.gt.f32", "setp.gt.f32 a|b|c, %r1, %r2; setp.gt.f32"),
+        ("ret;", "add.u32 %r1, %r2, " + "9" * 5000 + "; ret;"),
+        ("ret;", "{" * 100 + "}" * 100 + " ret;"),
+        ("ret;", ".shared .align 0 .b8 x[4]; ret;"),
+        ("ret;", "setp.ltu.f32 %r1, %r1, %r1; ret;"),
+        ("ret;", "x" * 12_000 + "; ret;"),
+        ("(", "(.param .u64 more, "),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_ptx_that_the_machine_refuses_is_one_line(filled: Command, compiled: PlanFile, old: str, new: str) -> None:
+    (filled.home / "bad.ptx").write_text(compiled.sections["ptx"].decode().replace(old, new, 1))
+    line = filled.refused("verify", *QUICK, "--ptx", "bad.ptx", code=2)
+    assert line.startswith("--ptx bad.ptx: its PTX cannot be executed (line ")
+    assert len(line) < 700
+
+
+def test_the_ptx_of_every_plan_is_read_before_the_first_run(
+    monkeypatch: pytest.MonkeyPatch, compiled: PlanFile, tmp_path: Path
+) -> None:
+    """The plan that is refused is the last one."""
+    last = changed(compiled, "elect.sync ", "frobnicate.b32 ", 1)
+    monkeypatch.setattr(request, "chosen_plans", lambda *found: [compiled, last])
+    monkeypatch.setattr(proof, "run", lambda *calls: pytest.fail("a run was started"))
+    monkeypatch.setenv("DSA_PLAN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(errors.UnsupportedError, match="opcode frobnicate.b32 is not known"):
+        main.verify(schedules="inorder", rows="2", cases="usual", seed="0")
+
+
+def test_seeds_have_bounds(filled: Command) -> None:
+    negative = filled.refused("verify", *QUICK, "--seed", "-1", code=2)
+    assert negative.startswith("--seed '-1': it has to be a whole number of at least 0; give for example --seed 0")
+    for seed in ("18446744073709551616", "-1"):
+        line = filled.refused("verify", "--schedules", f"random:{seed}", code=2)
+        assert f"schedule 'random:{seed}': it has to be inorder, random:SEED or late:SEED, SEED from 0 to 18" in line
+    filled("verify", "--rows", "1", "--schedules", "random:18446744073709551615")
 
 
 def test_no_plans_at_all_is_exit_code_3(command: Command) -> None:
