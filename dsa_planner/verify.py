@@ -334,7 +334,7 @@ def _programs(plan: PlanFile, ptx: Path | None = None) -> dict[str, Program]:
     """The plan's kernels, decoded, by their names in the launch record."""
     from dsa_planner.kernels.ptx.syntax import PtxError
 
-    asked, remedy = f"plan {plan.plan_id[:12]}", "verify it on a GPU with --device"
+    asked, remedy = f"plan {plan.plan_id[:12]}", "verify it with the version of dsa-planner that built it"
     if ptx is not None:
         asked, remedy = f"--ptx {ptx}", "mend the PTX there"
     if "ptx" not in plan.sections:

@@ -133,14 +133,14 @@ def test_ptx_that_is_not_launched_as_it_asks_is_refused(compiled: PlanFile) -> N
     assert most in refusal(changed(compiled, ".reqntid 384, 1, 1", ".maxntid 128, 2"))
     verify.require_executable(changed(compiled, ".reqntid 384, 1, 1", ".maxntid 192, 2"))
     shared = changed(compiled, ".minnctapersm 1\n{", ".minnctapersm 1\n{\n.shared .b8 more[20000];")
-    assert "bytes of shared memory and is launched with 221,184 more, and a CTA has at most 232,448" in refusal(shared)
+    assert "bytes of shared memory and is launched with 220,160 more, and a CTA has at most 232,448" in refusal(shared)
 
 
 def test_ptx_of_other_entries_or_parameters_is_refused(compiled: PlanFile) -> None:
     symbol = next(entry["symbol"] for entry in compiled.manifest["kernels"] if entry["name"] == "gradients")
     assert f"it has no entry {symbol}, only " in refusal(changed(compiled, symbol, "other"))
     parameters = changed(compiled, f".entry {symbol}(", f".entry {symbol}(.param .u64 more,")
-    assert "parameters of 8, " in refusal(parameters)
+    assert "is launched with 13 parameters of 128, 8, " in refusal(parameters)
     assert "is not text in UTF-8" in refusal(verify.with_ptx(compiled, b"\xff"))
     assert "it has no entry" in refusal(verify.with_ptx(compiled, b""))
 

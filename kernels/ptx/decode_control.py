@@ -203,14 +203,14 @@ def _mbarrier(d: Operands, i: Instruction, words: list[str]) -> Any:
         return Insn(op, i, s0=base, imm=offset, s1=_pending(d, count, what == "init"), mod=mod)
     if what == "arrive":
         has_token = bool(i.operands) and not isinstance(i.operands[0], Memory)
-        token, memory, *counts = operands(i, 2, 3) if has_token else (None, *operands(i, 1, 2))
+        memory, *counts = operands(i, 2, 3)[1:] if has_token else operands(i, 1, 2)
         base, offset, wide = d.address(memory, shared=True)
         expects = "expect_tx" in rest
         if expects and not counts:
             raise PtxError("the bytes to expect are missing")
         return Insn(
             "MBAR_ARRIVE_EXPECT_TX" if expects else "MBAR_ARRIVE", i,
-            d0=d.result(token, "u64") if token is not None else None, s0=base, imm=offset,
+            d0=d.result(i.operands[0], "u64") if has_token else None, s0=base, imm=offset,
             s1=_pending(d, counts[0], not expects) if counts else (32, 1), mod=wide | (2 if expects else 0),
         )  # fmt: skip
     if what in ("try_wait", "test_wait"):

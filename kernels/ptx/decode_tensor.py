@@ -122,7 +122,9 @@ def _tcgen05_mma(d: Operands, i: Instruction, words: list[str]) -> Insn:
     if "kind::f16" not in words:
         raise PtxError("only kind::f16 is known")
     target, a, b, description, *rest = operands(i, 5, 6)
-    lane_mask = [d.value(o, "b32") for o in rest.pop(0).elements] if isinstance(rest[0], Vector) else []
+    lane_mask: list[Any] = []
+    if isinstance(rest[0], Vector):
+        lane_mask = d.values(rest.pop(0), "b32")
     if len(rest) != 1 or len(lane_mask) not in (0, 4):
         raise PtxError("scale-input-d and masks of other lengths are not known")
     base, offset = d.tensor_memory(target, letters="b")

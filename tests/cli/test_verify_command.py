@@ -140,7 +140,7 @@ def test_the_ptx_of_every_plan_is_read_before_the_first_run(
     monkeypatch.setattr(request, "chosen_plans", lambda *found: [compiled, last])
     monkeypatch.setattr(proof, "run", lambda *calls: pytest.fail("a run was started"))
     monkeypatch.setenv("DSA_PLAN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(errors.UnsupportedError, match="opcode frobnicate.b32 is not known"):
+    with pytest.raises(errors.UnsupportedError, match=r"opcode frobnicate.b32 is not known"):
         main.verify(schedules="inorder", rows="2", cases="usual", seed="0")
 
 
