@@ -6,10 +6,12 @@ an error that names the line: nothing is skipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dsa_planner.kernels.ptx import decode_arithmetic, decode_control, decode_memory, decode_tensor
 from dsa_planner.kernels.ptx.contract import contract
 from dsa_planner.kernels.ptx.operands import DECODERS, Operands
-from dsa_planner.kernels.ptx.program import Insn, Program, assemble
+from dsa_planner.kernels.ptx.program import Insn, Program, assemble, read, written
 from dsa_planner.kernels.ptx.syntax import Instruction, Kernel, PtxError, Symbol, quoted, spelled
 
 __all__ = ["FAMILIES", "decode", "decode_instruction"]
@@ -42,8 +44,21 @@ def decode(kernel: Kernel) -> Program:
                     f"line {insn.source.line}: label {spelled(insn.target)} is not known: {quoted(insn.source.text)}"
                 )
             insn.target = labels[insn.target.name]
+    _check_written(instructions)
     leaders = {*labels.values(), *(n + 1 for n, insn in enumerate(instructions) if insn.op == "BRA")}
     return assemble(kernel, contract(instructions, leaders), operands.granules, operands.shared_static)
+
+
+def _check_written(instructions: Sequence[Insn]) -> None:
+    """A register that is read is written somewhere. Whether before the read is not looked at."""
+    known = {register.name for insn in instructions for register in written(insn)}
+    for insn in instructions:
+        for register in (*read(insn), *([insn.source.guard] if insn.source.guard else [])):
+            if register.name not in known:
+                raise PtxError(
+                    f"line {insn.source.line}: register {spelled(register)} is read and nothing writes it: "
+                    f"{quoted(insn.source.text)}"
+                )
 
 
 def decode_instruction(operands: Operands, source: Instruction) -> list[Insn]:

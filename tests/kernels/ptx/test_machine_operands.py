@@ -143,7 +143,16 @@ def test_an_operand_that_does_not_fit_is_refused_with_its_line(line: str, messag
 
 @pytest.mark.parametrize("line", RIGHT)
 def test_an_operand_that_fits_is_taken(line: str) -> None:
-    decode.decode(parser.parse(text_of(line)).kernels["snippet"])
+    unit = parser.parse(text_of(line)).kernels["snippet"]
+    assert decode.decode_instruction(operands.Operands(unit), unit.instructions[0])
+
+
+@pytest.mark.parametrize(
+    "line", ["add.u32 %u32_1, %u32_2, 1", "@%pred_1 mov.u32 %u32_1, 1", "st.global.u32 [%u64_1], 1"]
+)
+def test_a_register_that_nothing_writes_is_not_read(line: str) -> None:
+    name = re.findall(r"%(u32_2|pred_1|u64_1)", line)[0]
+    assert f"register %{name} is read and nothing writes it: {line}" in refusal(text_of(line))
 
 
 def variants(target: str) -> tuple[list[str], dict[int, int]]:
