@@ -51,7 +51,8 @@ MACHINE_OPCODES = """# Opcodes of the machine
 What the virtual machine of [Verification](verification.md) executes, and the snippets that hold it: small kernels whose
 answers are computed from the text of the PTX ISA. `tests/kernels/ptx/test_machine_opcodes.py` runs each in the machine
 under three schedules, `tests/gpu/test_ptx_snippets.py` runs those of the GPU's arch on a GPU. An opcode that is not in
-the machine is refused, and so is a modifier that it does not know (`tests/kernels/ptx/test_machine_refusals.py`).
+the machine is refused, and so is a modifier that it does not know (`tests/kernels/ptx/test_machine_refusals.py`) and an
+operand that does not fit (`tests/kernels/ptx/test_machine_operands.py`).
 
 {count} PTX opcodes, {snippets} snippets.
 

@@ -19,6 +19,8 @@ __all__ = ["FAMILIES", "decode", "decode_instruction"]
 FAMILIES = (decode_arithmetic, decode_control, decode_memory, decode_tensor)
 """The modules whose functions are in the table of decoders."""
 
+_LONGEST_OPCODE = 160  # characters; those of the ISA have up to 140
+
 
 def decode(kernel: Kernel) -> Program:
     """Decode a kernel.
@@ -70,8 +72,8 @@ def decode_instruction(operands: Operands, source: Instruction) -> list[Insn]:
     words = source.opcode.split(".")
     decoder = DECODERS.get(words[0])
     try:
-        if decoder is None:
-            raise PtxError(f"opcode {quoted(source.opcode)} is not known")
+        if decoder is None or len(source.opcode) > _LONGEST_OPCODE:
+            raise PtxError(f"opcode {quoted(source.opcode, 80)} is not known")
         operands.begin(source)
         decoded = decoder(operands, source, words[1:])
         found = [decoded] if isinstance(decoded, Insn) else decoded

@@ -166,6 +166,8 @@ def check_launch(program: Program, threads: int, shared_bytes: int) -> None:
     """
     kernel = program.kernel
     entry = f"line {kernel.line}: entry {quoted(kernel.name)}"
+    if threads % 32 or not 32 <= threads <= 1024:
+        raise PtxError(f"{entry} is launched with {threads} threads in a block, which are not 1 to 32 whole warps")
     required = (*kernel.required_block, 1, 1, 1)[:3]
     if kernel.required_block and required != (threads, 1, 1):
         block = ", ".join(map(str, kernel.required_block))

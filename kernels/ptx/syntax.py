@@ -30,7 +30,7 @@ __all__ = [
 SHARED_BYTES = 232_448
 """Shared memory of a CTA, static and dynamic together: 227 KiB on sm_90 and sm_100."""
 
-_LONGEST_QUOTE = 200  # characters of a line
+_LONGEST_QUOTE, _LONGEST_OPERAND = 200, 80  # characters
 _NUMBER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?", re.A)
 _LONGEST_NUMBER = 66  # 64 binary digits and their 0b
 
@@ -146,16 +146,16 @@ class Module:
     kernels: dict[str, Kernel]
 
 
-def quoted(text: str) -> str:
+def quoted(text: str, most: int = _LONGEST_QUOTE) -> str:
     """A piece of PTX for a message: one line, printable, cut where it is long."""
-    line = " ".join(text[: 4 * _LONGEST_QUOTE].split())
+    line = " ".join(text[: 4 * most].split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    return line if len(line) <= _LONGEST_QUOTE else line[: _LONGEST_QUOTE - 3] + "..."
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def spelled(operand: Operand) -> str:
     """An operand as PTX has it, for a message."""
-    return quoted(_spelled(operand))
+    return quoted(_spelled(operand), _LONGEST_OPERAND)
 
 
 def _spelled(operand: Operand) -> str:

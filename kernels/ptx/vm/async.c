@@ -142,7 +142,7 @@ static i32 op_CP_ASYNC_WAIT(Warp *w, const Insn *i, u32 mask) {
     u32 done = w->cp_group[l] - (u32)MAX(i->imm, 0); /* groups */
     if (i->imm < 0)
       k->ordered[w->cp_agent[l]] = w->cp_clock[l]++;
-    else if ((i32)done > 0)
+    else if ((i32)done > 0 && i->imm < 16) /* of older groups nothing is kept */
       k->ordered[w->cp_agent[l]] = w->cp_commit_clock[l][(done - 1) % 16];
     acquire(w, 1u << l, k);
     drop(w->cta, k);
@@ -218,6 +218,10 @@ static void land_tma(Cta *cta, Async *op, i32 load) {
   u32 rows = op->group == TMA_GATHER4 ? 4 : 1;
   if (op->group != TMA_GATHER4)
     for (u32 d = 1; d < rank; d++) rows *= t->box[d];
+  if (m->code[op->pc].n != (op->group == TMA_GATHER4 ? 5 : (i32)rank) || (op->group == TMA_GATHER4 && rank != 2)) {
+    fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, SPACE_GENERIC, op->map); /* of another rank */
+    return;
+  }
   Actor a = async_actor(cta, op, op->mask);
   if (op->scale_d && t->element_bytes != 4) { /* a map does not say its type: sums are those of fp32 */
     fatal(m, FIND_TENSOR_MAP, -1, op->pc, cta, op->warp, -1, SPACE_GENERIC, op->map);

@@ -1,4 +1,4 @@
-"""An mbarrier counts no further than 2^20 - 1, arrivals or bytes."""
+"""An mbarrier counts no further than 2^20 - 1, arrivals or bytes, and a tensor has one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("ziglang")
 from ptx_snippets.framework import kernel  # noqa: E402
 
 from dsa_planner.kernels.ptx.decode import decode  # noqa: E402
-from dsa_planner.kernels.ptx.machine import Buffer, pack_parameters  # noqa: E402
+from dsa_planner.kernels.ptx.machine import Buffer, TensorMap, pack_parameters  # noqa: E402
 from dsa_planner.kernels.ptx.parser import parse  # noqa: E402
 
 if TYPE_CHECKING:
@@ -66,3 +66,22 @@ def test_more_arrivals_to_come_than_an_mbarrier_counts_are_found(vm: Machine, ar
     """
     found = run(vm, body)
     assert [finding.kind for finding in found] == kinds
+
+
+def test_a_tensor_access_has_as_many_coordinates_as_the_map(vm: Machine) -> None:
+    text = kernel(
+        ["out", "map"],
+        SETUP.replace("ld.param.u64 %d0, [out];", "mov.b64 %d1, map;")
+        + "mbarrier.init.shared.b64 [barrier], 1;\nfence.mbarrier_init.release.cluster;\n"
+        "mbarrier.arrive.expect_tx.shared.b64 _, [barrier], 16;\n"
+        "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [room], [%d1, {0}], [barrier];\n"
+        "WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [barrier], 0;\n@!%p1 bra WAIT;\nDONE:",
+        maps=["map"],
+    ).replace(".shared .align 16", ".shared .align 128")
+    program = decode(parse(text).kernels["snippet"])
+    out = Buffer(numpy.zeros(32, numpy.uint32), 0)
+    for extents, strides, box, kinds in (((32,), (), (4,), []), ((8, 4), (32,), (4, 1), ["tensor map"])):
+        made = TensorMap(out.address, 4, extents, strides, box)
+        parameters = pack_parameters(program, [out.address, made.pack()])
+        result = vm.launch(program, 1, 32, 0, parameters, [out], instruction_limit=10_000)
+        assert [finding.kind for finding in result.findings] == kinds
