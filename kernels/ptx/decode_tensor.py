@@ -62,7 +62,8 @@ def _wgmma(d: Operands, i: Instruction, words: list[str]) -> Any:
 @opcode("tcgen05")
 def _tcgen05(d: Operands, i: Instruction, words: list[str]) -> Any:
     what, rest = words[0], words[1:]
-    only([w for w in rest if not w.startswith(("kind::", "collector::a::", "x"))], *_TCGEN05_WORDS)
+    if what in _TCGEN05_FORMS:
+        exactly(i, rest, *_TCGEN05_FORMS[what])
     if what == "alloc":
         memory, columns = operands(i, 2)
         base, offset, wide = d.address(memory, shared=True)
@@ -88,10 +89,19 @@ def _tcgen05(d: Operands, i: Instruction, words: list[str]) -> Any:
     raise PtxError(f"opcode {i.opcode} is not known")
 
 
-_TCGEN05_WORDS = (
-    "cta_group::1", "sync", "aligned", "shared::cta", "shared::cluster", "b32", "b64", "mbarrier::arrive::one",
-    "32x32b", "16x256b", "16x128b",
-)  # fmt: skip
+_TCGEN05_FORMS = {
+    "alloc": ("cta_group::1.sync.aligned.shared::cta.b32", "cta_group::1.sync.aligned.b32"),
+    "dealloc": ("cta_group::1.sync.aligned.b32",),
+    "relinquish_alloc_permit": ("cta_group::1.sync.aligned",),
+    "wait::ld": ("sync.aligned",),
+    "wait::st": ("sync.aligned",),
+    "fence::before_thread_sync": ("",),
+    "fence::after_thread_sync": ("",),
+    "commit": (
+        "cta_group::1.mbarrier::arrive::one.b64",
+        "cta_group::1.mbarrier::arrive::one.shared::cluster.b64",
+    ),
+}
 
 
 def _columns(d: Operands, operand: Operand) -> Any:
@@ -119,8 +129,9 @@ def _tcgen05_move(d: Operands, i: Instruction, what: str, words: list[str]) -> I
 
 
 def _tcgen05_mma(d: Operands, i: Instruction, words: list[str]) -> Insn:
-    if "kind::f16" not in words:
-        raise PtxError("only kind::f16 is known")
+    if words[:2] != ["cta_group::1", "kind::f16"]:
+        raise PtxError("only cta_group::1.kind::f16 is known")
+    only([word for word in words[2:] if not word.startswith("collector::a::")])
     target, a, b, description, *rest = operands(i, 5, 6)
     lane_mask: list[Any] = []
     if isinstance(rest[0], Vector):

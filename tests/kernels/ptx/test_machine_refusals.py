@@ -194,6 +194,9 @@ wgmma.wait_group.foo 0
 tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %d1, %d2, %r2, %p1
 tcgen05.mma.cta_group::1.kind::tf32 [%r1], %d1, %d2, %r2, %p1
 tcgen05.mma.cta_group::2.kind::f16 [%r1], %d1, %d2, %r2, %p1
+tcgen05.mma.cta_group::1.kind::f16.32x32b [%r1], %d1, %d2, %r2, %p1
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.xyz.b32 [%r1], 32
+tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r1, 32
 tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %d1, %d2, [%r3], %r2, %p1
 tcgen05.mma.cta_group::1.kind::f16 [%r1], %d1, %d2, %r2, %p1, 2
 tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r1}, [%r2]
