@@ -89,15 +89,16 @@ class Support:
 
 _BOTH = ("bf16", "fp32")
 _EITHER = (False, True)
+_SM90 = "indexer_backward_sm90"
 _SM100 = "indexer_backward_sm100"
 
 ENVELOPE: tuple[Support, ...] = (
-    Support("default", "sm_90a", "indexer_backward_default_sm90", heads=(64,), d_weights=("bf16",)),
+    Support("default", "sm_90a", _SM90, heads=(64, 32), d_weights=("bf16",)),
     Support("default", "sm_100f", _SM100, heads=(64, 32), d_weights=("bf16",)),
     Support("default", "sm_100a", _SM100, heads=(64, 32), d_weights=("bf16",), preferred=False),
     Support("sm100_v2", "sm_100f", _SM100, heads=(64,), d_weights=_BOTH, deterministic=_EITHER),
     Support("sm100_v2", "sm_100a", _SM100, heads=(64,), d_weights=_BOTH, deterministic=_EITHER, preferred=False),
-    Support("sm90_v2", "sm_90a", None, heads=(64,), d_weights=_BOTH, deterministic=_EITHER),
+    Support("sm90_v2", "sm_90a", _SM90, heads=(64,), d_weights=_BOTH, deterministic=_EITHER),
 )
 
 PLAN_FIELDS = ("operator", "backend", "arch", "heads", "head_dim", "topk", "d_weights", "deterministic")

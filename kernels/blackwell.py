@@ -1,15 +1,14 @@
-"""The instructions of Blackwell (sm_100) that the kernels use: tcgen05, tensor-memory loads, TMA gathers, bulk copies.
+"""The instructions of Blackwell (sm_100) that the kernels use and Hopper lacks: tcgen05, tensor memory, TMA gathers.
 
-Each function emits the one instruction that the PTX ISA names. Shared-memory operands of an MMA are bf16 tiles in lines
-of 64 elements, 128 bytes, with the 128-byte swizzle: within each group of 8 lines, 16-byte chunk c of line r lies at
-chunk c ^ (r % 8). A tile that is wider than a line is several such columns of lines, one after another.
+Each function emits the one instruction that the PTX ISA names. Shared-memory operands of an MMA are tiles of lines, as
+``hopper`` describes them.
 """
 
 from cutlass import Float32, Int32, Uint32, Uint64
 from cutlass.cute import arch
 
-LINE = 64  # bf16 elements
-LINE_BYTES = 2 * LINE
+from dsa_planner.kernels.hopper import LINE, LINE_BYTES
+
 GROUP_BYTES = 8 * LINE_BYTES  # what the swizzle repeats after
 K_STEP = 16  # of one MMA
 
@@ -106,66 +105,10 @@ def _load(shape, address, times, registers):
     )
 
 
-def load_box(target, tensor_map, x, y, barrier):
-    """TMA: the box at column x and row y of a matrix to shared memory; completes at the mbarrier."""
-    arch.inline_ptx(
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [{$r0}], [{$r1}, {{$r2}, {$r3}}],"
-        " [{$r4}];",
-        read_only_args=[target, tensor_map, Int32(x), Int32(y), barrier],
-    )
-
-
 def gather_rows(target, tensor_map, x, rows, barrier):
     """TMA: 4 rows of a matrix, a line each from column x, to shared memory; rows outside it give zeros."""
     arch.inline_ptx(
         "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [{$r0}],"
         " [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}];",
         read_only_args=[target, tensor_map, Int32(x), *rows, barrier],
-    )
-
-
-def store_matrices(target, a, b, c, d):
-    """stmatrix: four 8 x 8 matrices of bf16, whose rows lie where lanes 0 to 7, 8 to 15, ... say."""
-    arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[target, a, b, c, d],
-    )
-
-
-def round_pair(low, high):
-    """Two fp32, each rounded to nearest even, as bf16 halves of a word."""
-    return arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[high, low]
-    )
-
-
-def widen_pair(pair):
-    """The bf16 halves of a word in fp32."""
-    return as_float(pair << 16), as_float(pair & 0xFFFF0000)
-
-
-def as_float(bits):
-    """The fp32 of these bits."""
-    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Uint32(bits)])
-
-
-def bulk_add(target, source, size):
-    """Add ``size`` bytes of fp32 in shared memory to global memory, asynchronously, in this thread's bulk group."""
-    arch.inline_ptx(
-        f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{{$r0}}], [{{$r1}}], {size};",
-        read_only_args=[target, source],
-    )
-
-
-def bulk_store(target, source, size):
-    """Copy ``size`` bytes of shared memory to global memory, asynchronously, in this thread's bulk group."""
-    arch.inline_ptx(
-        f"cp.async.bulk.global.shared::cta.bulk_group [{{$r0}}], [{{$r1}}], {size};", read_only_args=[target, source]
-    )
-
-
-def add_vector(target, a, b, c, d):
-    """Add four fp32 to global memory; a thread's own additions to one address keep their order."""
-    arch.inline_ptx(
-        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[target, a, b, c, d]
     )

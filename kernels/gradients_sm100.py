@@ -16,7 +16,7 @@ Scores are computed with heads as rows. So a thread that gates them holds two he
 over slots for d_weights stays in its registers and crosses lanes once a row, and A goes to shared memory as it lies in
 the fragment. The three contractions read Q, K and A as they are stored, along or across; nothing is transposed.
 
-Warps, and what passes between them (every ring has a "full" and an "empty" mbarrier a stage):
+Warps, and the rings (see ``gemm_stage``) in which something passes between them:
 
 * the producer: for each tile of 128 slots the keys and g' of its slots and its row (ring ``tile``), K by TMA gather,
   four rows at a time, zero where the id is invalid (ring ``k``); for each row Q by TMA (ring ``q``);
@@ -28,9 +28,7 @@ Warps, and what passes between them (every ring has a "full" and an "empty" mbar
 All that a warp needs to know of a tile is in its stage of ``tile``, which is filled again only when every warp has
 released it; so no row's ids or gradients can be replaced before their last reader, however few tiles a row has.
 
-Rows go to CTAs as ``ROWS`` says: "static", row b, b + grid, ...; "tickets", each CTA draws its next row from a counter
-that is 0 at launch; "in order" is static, and each CTA adds to a plane of its own, each key and column always by one
-thread, so that the order of all additions is fixed.
+A CTA is one worker: how rows go to workers is said in ``gemm_stage``.
 
 Tensor memory, 512 columns: S and d_index_q take 16 lanes of each quarter, so their two stages lie in one range of
 columns, at lanes 0 and 16; d_index_k takes all lanes of two ranges.
@@ -45,8 +43,10 @@ import cutlass.memory
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute import arch
 
-from dsa_planner.kernels import blackwell
-from dsa_planner.kernels.blackwell import LINE, LINE_BYTES, TMEM_COLUMNS, TMEM_LANE
+from dsa_planner.kernels import blackwell, hopper
+from dsa_planner.kernels.blackwell import TMEM_COLUMNS, TMEM_LANE
+from dsa_planner.kernels.gemm_stage import GemmStage, GlobalTensors, Work, aligned
+from dsa_planner.kernels.hopper import LINE, LINE_BYTES
 
 TILE = 128  # slots
 HEAD_ROWS = 64  # rows of S, d_index_q and A; with fewer heads the rest is computed and ignored
@@ -74,16 +74,6 @@ A_BYTES = HEAD_ROWS * TILE * 2  # of one term
 SHARED_BYTES = 221_184  # of 232,448; held to the layout below by an assertion
 
 
-class Work(NamedTuple):
-    """The rows of a launch, and what turns their ids into keys."""
-
-    rows: Int32
-    s_q: Int32
-    id_limit: Int32
-    id_offset: Int32
-    sm_scale: Float32
-
-
 class Tensors(NamedTuple):
     """Global memory. ``ticket`` is None unless rows are drawn; ``planes`` and ``keys`` unless they go in order."""
 
@@ -100,7 +90,7 @@ class Tensors(NamedTuple):
     keys: object = None
 
 
-class Gradients:
+class Gradients(GemmStage):
     """The GEMM stage for one topk.
 
     Args:
@@ -112,7 +102,7 @@ class Gradients:
         rows: how rows go to CTAs.
     """
 
-    ROWS = ("static", "tickets", "in order")
+    threads = THREADS
 
     def __init__(self, topk: int, heads: int, head_dim: int, terms: int, d_weights: type, rows: str) -> None:
         self.topk = topk
@@ -120,20 +110,13 @@ class Gradients:
         self.dims = head_dim
         self.terms = terms
         self.d_weights = d_weights
-        self.rows = rows
         self.row_tiles = topk // TILE
         self.a_stages = 2 // terms
         self.gate_warps = heads // 16  # of GATE_WARPS; the others have nothing to do
         self.q_bytes = HEAD_ROWS * head_dim * 2
         self.k_bytes = TILE * head_dim * 2
-        self.launch_kernel = {
-            "static": self.kernel,
-            "tickets": self.kernel_with_tickets,
-            "in order": self.kernel_in_order,
-        }[rows]
-        # Arrivals of a phase, by ring: (stages, at full, at empty).
         readers = self.gate_warps + DRAIN_WARPS + 1
-        self.rings = {
+        rings = {
             "tile": (TILE_STAGES, 1, readers),
             "q": (Q_STAGES, 1, 1),
             "k": (K_STAGES, 1, 1),
@@ -142,6 +125,14 @@ class Gradients:
             "dq": (DQ_STAGES, 1, self.gate_warps),
             "dk": (DK_STAGES, 1, DRAIN_WARPS),
         }
+        super().__init__(rows, rings)
+
+    def arguments(self, tensors: GlobalTensors, extent: Int32):
+        """Of a launch: the tensor maps and pointers with which each kernel begins."""
+        return (
+            *self.tensor_maps(tensors.index_q, tensors.index_k, extent), tensors.weights, tensors.score_grad,
+            tensors.topk_indices, tensors.d_index_q, tensors.d_weights, tensors.dk_accum,
+        )  # fmt: skip
 
     def tensor_maps(self, index_q: cute.Pointer, index_k: cute.Pointer, extent: Int32):
         """Q in boxes of one line of each of 64 heads, K in boxes of one line."""
@@ -262,18 +253,15 @@ class Gradients:
             arch.dealloc_tmem(arch.retrieve_tmem_ptr(Float32, 16, shared.tmem.data_ptr()), TMEM_COLUMNS)
 
     def shared_storage(self):
-        def ring(name: str):
-            return cute.struct.MemRange[Int64, 2 * self.rings[name][0]]
-
         @cute.struct
         class Shared:
-            tile: ring("tile")
-            q: ring("q")
-            k: ring("k")
-            s: ring("s")
-            a: ring("a")
-            dq: ring("dq")
-            dk: ring("dk")
+            tile: self.barriers("tile")
+            q: self.barriers("q")
+            k: self.barriers("k")
+            s: self.barriers("s")
+            a: self.barriers("a")
+            dq: self.barriers("dq")
+            dk: self.barriers("dk")
             tmem: cute.struct.MemRange[Int32, 1]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, TILE_STAGES], 16]
             keys: cute.struct.Align[cute.struct.MemRange[Int32, TILE_STAGES * TILE], 16]
@@ -289,16 +277,6 @@ class Gradients:
         return Shared
 
     @cute.jit
-    def init_barriers(self, shared):
-        with arch.elect_one():
-            for name in self.rings:
-                stages, at_full, at_empty = self.rings[name]
-                barriers = getattr(shared, name).data_ptr()
-                for stage in cutlass.range_constexpr(stages):
-                    arch.mbarrier_init(barriers + stage, at_full)
-                    arch.mbarrier_init(barriers + (stages + stage), at_empty)
-
-    @cute.jit
     def clear_unused_heads(self, shared, warp):
         """Zero the rows of A that no head has: products read them, into rows of d_index_q that nobody reads."""
         words = cute.recast_ptr(shared.a_tiles.data_ptr(), dtype=Int32)
@@ -309,26 +287,7 @@ class Gradients:
                 (words + (warp * HEAD_ROWS + self.heads) * (LINE_BYTES // 4) + i).store(Int32(0))
             arch.fence_proxy("async.shared", space="cta")
 
-    # --- rings -----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def wait_full(self, shared, name: cutlass.Constexpr, count):
-        """Wait until stage ``count`` of a ring is filled for the ``count``-th time around."""
-        stages = self.rings[name][0]
-        arch.mbarrier_wait(self.full(shared, name, count), (count // stages) & 1)
-
-    @cute.jit
-    def wait_empty(self, shared, name: cutlass.Constexpr, count):
-        """Wait until the stage for ``count`` is free."""
-        stages = self.rings[name][0]
-        arch.mbarrier_wait(self.empty(shared, name, count), ((count // stages) & 1) ^ 1)
-
-    def full(self, shared, name, count):
-        return getattr(shared, name).data_ptr() + count % self.rings[name][0]
-
-    def empty(self, shared, name, count):
-        stages = self.rings[name][0]
-        return getattr(shared, name).data_ptr() + (stages + count % stages)
+    # --- tiles -----------------------------------------------------------------------------------------------------
 
     def q_tile(self, shared, count):
         return shared.q_tiles.data_ptr() + count % Q_STAGES * (self.q_bytes // 2)
@@ -388,23 +347,6 @@ class Gradients:
         self.fill_tile(shared, lane, Int32(-1), tile_count)
 
     @cute.jit
-    def draw(self, tensors, lane):
-        """A ticket, in lane 0; on its way."""
-        drawn = Int32(0)
-        if cutlass.const_expr(self.rows != "tickets"):
-            return drawn
-        if lane == 0:
-            drawn = arch.atomic_add(tensors.ticket, Int32(1), sem="relaxed", scope="gpu")
-        return drawn
-
-    @cute.jit
-    def row_after(self, row, blocks, drawn):
-        """The CTA's row after ``row``."""
-        if cutlass.const_expr(self.rows == "tickets"):
-            return arch.shuffle_sync(drawn, 0) + blocks
-        return row + blocks
-
-    @cute.jit
     def load_slots(self, tensors, row, tile, lane, ids, scores):
         """The ids and score gradients of the lane's four slots of a tile."""
         offset = Int64(row) * self.topk + (tile * TILE + lane * 4)
@@ -418,7 +360,7 @@ class Gradients:
             full = self.full(shared, "q", row_count)
             arch.mbarrier_arrive_and_expect_tx(full, self.q_bytes)
             for half in cutlass.range_constexpr(self.dims // LINE):
-                blackwell.load_box(
+                hopper.load_box(
                     self.q_tile(shared, row_count) + half * (HEAD_ROWS * LINE), tensors.index_q_map,
                     half * LINE, row * self.heads, full,
                 )  # fmt: skip
@@ -607,14 +549,14 @@ class Gradients:
                         score = s[4 * column + 2 * j + i]
                         part[4 * j + 2 * m + i] = part[4 * j + 2 * m + i] + grad[i] * arch.fmax(score, 0.0, nan=True)
                         a.append(grad[i] * w[j] if score > 0.0 else Float32(0.0))
-                    hi = blackwell.round_pair(a[0], a[1])
+                    hi = hopper.round_pair(a[0], a[1])
                     words[0].append(hi)
                     if cutlass.const_expr(self.terms == 2):
-                        low, high = blackwell.widen_pair(hi)
-                        words[1].append(blackwell.round_pair(a[0] - low, a[1] - high))
+                        low, high = hopper.widen_pair(hi)
+                        words[1].append(hopper.round_pair(a[0] - low, a[1] - high))
             for term in cutlass.range_constexpr(self.terms):
                 target = self.a_tile(shared, count, term) + a_place(warp, lane, n)
-                blackwell.store_matrices(target, *words[term])
+                hopper.store_matrices(target, *words[term])
         for j in cutlass.range_constexpr(2):
             dw[j] = dw[j] + ((part[4 * j] + part[4 * j + 1]) + (part[4 * j + 2] + part[4 * j + 3]))
         arch.fence_proxy("async.shared", space="cta")
@@ -646,13 +588,13 @@ class Gradients:
         stage = shared.dq_stage.data_ptr() + warp * (16 * DQ_PITCH)
         matrix_row = lane % 8 + 8 * (lane // 8 % 2)
         for n in cutlass.range_constexpr(self.dims // 16):
-            words = [blackwell.round_pair(dq[8 * n + 2 * i], dq[8 * n + 2 * i + 1]) for i in range(4)]
-            blackwell.store_matrices(stage + matrix_row * DQ_PITCH + (16 * n + 8 * (lane // 16)), *words)
+            words = [hopper.round_pair(dq[8 * n + 2 * i], dq[8 * n + 2 * i + 1]) for i in range(4)]
+            hopper.store_matrices(stage + matrix_row * DQ_PITCH + (16 * n + 8 * (lane // 16)), *words)
         arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
         if lane < 16:
             target = tensors.d_index_q + (Int64(row) * self.heads + warp * 16 + lane) * self.dims
-            blackwell.bulk_store(target, stage + lane * DQ_PITCH, 2 * self.dims)
+            hopper.bulk_store(target, stage + lane * DQ_PITCH, 2 * self.dims)
         arch.cp_async_bulk_commit_group()
 
     # --- drain -----------------------------------------------------------------------------------------------------
@@ -689,7 +631,7 @@ class Gradients:
             else:
                 arch.fence_proxy("async.shared", space="cta")
                 if key >= 0:
-                    blackwell.bulk_add(plane + Int64(key) * self.dims, stage, 4 * self.dims)
+                    hopper.bulk_add(plane + Int64(key) * self.dims, stage, 4 * self.dims)
                 arch.cp_async_bulk_commit_group()
             arch.sync_warp()
             with arch.elect_one():
@@ -730,7 +672,7 @@ class Gradients:
                 values = cute.make_rmem_tensor(4, Float32)
                 cute.autovec_copy(aligned(rows + (group * 32 + source) * DK_PITCH), values)
                 target = plane + (Int64(arch.shuffle_sync(key, source)) * self.dims + lane * 4)
-                blackwell.add_vector(target, values[0], values[1], values[2], values[3])
+                hopper.add_vector(target, values[0], values[1], values[2], values[3])
 
     def barrier(self):
         """Among the drain warps."""
@@ -749,8 +691,3 @@ def a_place(warp, lane, n):
     line = warp * 16 + lane % 8 + 8 * (lane // 8 % 2)
     chunk = 2 * n % 8 + lane // 16
     return 2 * n // 8 * (HEAD_ROWS * LINE) + line * LINE + (chunk ^ (lane % 8)) * 8
-
-
-def aligned(pointer):
-    """Four elements, for one 16-byte access."""
-    return cute.make_tensor(pointer, cute.make_layout(4))

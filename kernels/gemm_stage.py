@@ -1,0 +1,128 @@
+"""What the GEMM stages of ``indexer_backward`` have in common, whatever the architecture.
+
+*Rows* go to workers in one of three ways: "static", worker w of W takes rows w, w + W, ...; "tickets", a worker draws
+its next row from a counter that is 0 at launch; "in order" is static, and each worker adds to a plane of its own, each
+key and column always by one thread, so that the order of all additions is fixed.
+
+*Rings*: what passes between warps lies in stages that are filled and emptied in turn, with two mbarriers each. A warp
+counts the stages that it has seen; the count says which stage is next and which phase of its mbarriers to wait for.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute import arch
+
+ROWS = ("static", "tickets", "in order")
+
+
+class Work(NamedTuple):
+    """The rows of a launch, and what turns their ids into keys."""
+
+    rows: cutlass.Int32
+    s_q: cutlass.Int32
+    id_limit: cutlass.Int32
+    id_offset: cutlass.Int32
+    sm_scale: cutlass.Float32
+
+
+class GlobalTensors(NamedTuple):
+    """Pointers to the tensors of a launch."""
+
+    index_q: cute.Pointer
+    weights: cute.Pointer
+    index_k: cute.Pointer
+    score_grad: cute.Pointer
+    topk_indices: cute.Pointer
+    d_index_q: cute.Pointer
+    d_weights: cute.Pointer
+    dk_accum: cute.Pointer
+
+
+class GemmStage:
+    """Base of the GEMM stages.
+
+    Args:
+        rows: how rows go to workers.
+        rings: by name, the stages of a ring, and the arrivals that fill and that empty one.
+        workers: of a CTA; each has rings of its own.
+    """
+
+    def __init__(self, rows: str, rings: dict[str, tuple[int, int, int]], workers: int = 1) -> None:
+        self.rows = rows
+        self.rings = rings
+        self.workers = workers
+
+    @property
+    def launch_kernel(self):
+        """The entry point for this way of handing out rows."""
+        by_rows = (self.kernel, self.kernel_with_tickets, self.kernel_in_order)
+        return dict(zip(ROWS, by_rows, strict=True))[self.rows]
+
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def draw(self, tensors, lane):
+        """A ticket, in lane 0; on its way."""
+        drawn = Int32(0)
+        if cutlass.const_expr(self.rows != "tickets"):
+            return drawn
+        if lane == 0:
+            drawn = arch.atomic_add(tensors.ticket, Int32(1), sem="relaxed", scope="gpu")
+        return drawn
+
+    @cute.jit
+    def row_after(self, row, workers, drawn):
+        """A worker's row after ``row``."""
+        if cutlass.const_expr(self.rows == "tickets"):
+            return arch.shuffle_sync(drawn, 0) + workers
+        return row + workers
+
+    # --- rings -----------------------------------------------------------------------------------------------------
+
+    def barriers(self, name: str):
+        """The memory of a ring's mbarriers: for each worker those of full stages, then those of empty ones."""
+        return cute.struct.MemRange[Int64, 2 * self.workers * self.rings[name][0]]
+
+    @cute.jit
+    def init_barriers(self, shared):
+        with arch.elect_one():
+            for name in self.rings:
+                stages, at_full, at_empty = self.rings[name]
+                for worker in range(self.workers):
+                    barriers = getattr(shared, name).data_ptr() + worker * 2 * stages
+                    for stage in cutlass.range_constexpr(stages):
+                        arch.mbarrier_init(barriers + stage, at_full)
+                        arch.mbarrier_init(barriers + (stages + stage), at_empty)
+
+    @cute.jit
+    def wait_full(self, shared, name: cutlass.Constexpr, count, worker=0):
+        """Wait until stage ``count`` of a ring is filled for the ``count``-th time around."""
+        stages = self.rings[name][0]
+        arch.mbarrier_wait(self.full(shared, name, count, worker), (count // stages) & 1)
+
+    @cute.jit
+    def wait_empty(self, shared, name: cutlass.Constexpr, count, worker=0):
+        """Wait until the stage for ``count`` is free."""
+        stages = self.rings[name][0]
+        arch.mbarrier_wait(self.empty(shared, name, count, worker), ((count // stages) & 1) ^ 1)
+
+    def full(self, shared, name, count, worker=0):
+        stages = self.rings[name][0]
+        return getattr(shared, name).data_ptr() + (worker * 2 * stages + count % stages)
+
+    def empty(self, shared, name, count, worker=0):
+        stages = self.rings[name][0]
+        return getattr(shared, name).data_ptr() + (worker * 2 * stages + stages + count % stages)
+
+    def stage(self, name, count, worker=0):
+        """The stage for ``count``, among those of all workers."""
+        stages = self.rings[name][0]
+        return worker * stages + count % stages
+
+
+def aligned(pointer):
+    """Four elements, for one 16-byte access."""
+    return cute.make_tensor(pointer, cute.make_layout(4))
