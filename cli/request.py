@@ -63,7 +63,7 @@ def matrix(
 ) -> Matrix:
     """The configs that the options of ``precompile`` mean.
 
-    What the user names is built or refused; what only a default covers and is not built is listed, never dropped.
+    What the user names is built or refused; what only a default covers and cannot be built is listed, never dropped.
 
     Raises:
         UnsupportedError: a malformed list, a value outside the envelope, or nothing of the request can be built.
@@ -92,10 +92,9 @@ def matrix(
                 for value in topks
                 for dtype in dtypes or row.d_weights
             ]
-            envelope.require_built(row, complete[0])
         except UnsupportedError as refusal:
             refusals.append((row, refusal))
-            missing.append(NotAvailable(row.backend, row.arch, refusal.rule if row.kernel else "not built yet"))
+            missing.append(NotAvailable(row.backend, row.arch, refusal.rule))
             continue
         if not arches and not row.preferred:
             missing.append(NotAvailable(row.backend, row.arch, f"only with --arch {row.arch}"))
@@ -138,7 +137,6 @@ def verdicts(given: Mapping[str, Any]) -> list[Verdict]:
             continue
         try:
             config = envelope.plan_config({**given, "backend": row.backend, "arch": row.arch})
-            envelope.require_built(row, config)
             found.append(Verdict(row.backend, row.arch, config, None))
         except UnsupportedError as refusal:
             found.append(Verdict(row.backend, row.arch, None, refusal))

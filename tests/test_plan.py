@@ -322,12 +322,6 @@ def test_a_plan_for_another_arch_is_refused_on_this_device(
         dsa_planner.Plan(compiled, 0)
 
 
-def test_a_backend_that_is_not_built_yet_says_so_on_its_device(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:
-    fake_driver.install(monkeypatch, fake_driver.FakeDriver(capability=(9, 0)))
-    with pytest.raises(dsa_planner.UnsupportedError, match="this version does not build it yet"):
-        dsa_planner.load_plan(128, backend="sm90_v2")
-
-
 def test_no_gpu_and_no_such_gpu(monkeypatch: pytest.MonkeyPatch, layer: Path) -> None:
     fake_driver.install(monkeypatch, fake_driver.FakeDriver(devices=0))
     with pytest.raises(dsa_planner.DriverError, match="starting CUDA: there is no GPU"):

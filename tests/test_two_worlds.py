@@ -77,7 +77,7 @@ def test_the_build_side_needs_no_torch(statement: str) -> None:
 
 
 def test_the_kernels_need_no_torch() -> None:
-    statement = "import dsa_planner.kernels.indexer_backward_default_sm90"
+    statement = "import dsa_planner.kernels.indexer_backward_sm90"
     assert "torch" not in modules_after(statement, {"torch"})
 
 

@@ -69,17 +69,15 @@ def test_precompile_without_arch_and_backend_covers_every_row_and_names_what_it_
     out = filled("precompile", "--topk", "128", "--dry-run")
     found = {tuple(row[1:3]): " ".join(row[10:]) for row in rows(out.stdout)[1:-1]}
     assert found == {
-        (row.backend, row.arch): "not built yet"
-        if row.kernel is None
-        else f"only with --arch {row.arch}"
+        (row.backend, row.arch): f"only with --arch {row.arch}"
         if not row.preferred
         else "hit"
         if (row.backend, row.arch) == ("default", "sm_90a")
         else "missing"
         for row in envelope.ENVELOPE
     }
-    left_out = sum(row.kernel is None or not row.preferred for row in envelope.ENVELOPE)
-    assert f"1 hit, 3 missing, {left_out} not available" in out.stdout
+    left_out = sum(not row.preferred for row in envelope.ENVELOPE)
+    assert f"1 hit, 5 missing, {left_out} not available" in out.stdout
 
 
 def test_precompile_json(filled: Command) -> None:
@@ -455,7 +453,7 @@ def test_explain_says_whether_a_request_is_supported_and_compiled(filled: Comman
     lines = out.stdout.splitlines()
     assert lines[0].endswith("not compiled yet")
     assert [line.partition(":")[0] for line in lines] == [
-        "supported" if row.kernel else "refused" for name in envelope.backends() for row in envelope.rows_for(name)
+        "supported" for name in envelope.backends() for row in envelope.rows_for(name)
     ]
 
 
