@@ -50,7 +50,7 @@ def _measure(options: dict[str, object]) -> None:
     from dsa_planner.bench import report
     from dsa_planner.bench.run import measure
 
-    found = measure(request, _progress)
+    found = measure(request, _Progress())
     if target is not None:
         target.write_text(json.dumps(report.as_json(found), indent=2) + "\n")
     for rows in (report.table(found), report.host_table(found)):
@@ -64,8 +64,16 @@ def _measure(options: dict[str, object]) -> None:
         draw(found, plot)
 
 
-def _progress(done: int, total: int, what: str) -> None:
-    print(f"bench: {done + 1} of {total}, {what}", file=sys.stderr)
+class _Progress:
+    """A line on standard error for each new thing that is measured."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if what != self._last:
+            print(f"bench: {done} of {total} done; {what}", file=sys.stderr)
+        self._last = what
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

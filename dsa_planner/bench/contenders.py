@@ -5,7 +5,6 @@ A contender makes calls of given inputs, and knows what its kernels are called. 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -115,7 +114,9 @@ def find_peer() -> Peer | str:
     if importlib.util.find_spec("cudnn") is None:
         return f"{PEER} is not installed, so it is not measured beside the plans (pip install nvidia-cudnn-frontend)"
     try:
-        return Peer(importlib.import_module("cudnn").DSA.indexer_backward_wrapper)
+        from cudnn import DSA
+
+        return Peer(DSA.indexer_backward_wrapper)
     except Exception as error:  # whatever an import of somebody else's package raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return f"{PEER} cannot be imported, so it is not measured beside the plans ({reason})"

@@ -86,6 +86,7 @@ class Gpu:
             )
         self.ordinal = ordinal
         self.device = f"cuda:{ordinal}"
+        self._profiled = False
         self._floor: tuple[Callable[[int, int, int, int], None], int] | None = None
 
     @contextmanager
@@ -124,6 +125,11 @@ class Gpu:
         """The kernels, copies and fills that ``calls`` calls run; empty where torch.profiler records none."""
         from torch.profiler import ProfilerActivity, profile
 
+        if not self._profiled:  # the first one of a process sets CUPTI up, and may miss what runs meanwhile
+            with profile(activities=[ProfilerActivity.CUDA]):
+                torch.zeros(1, device=self.device)
+                self.wait()
+            self._profiled = True
         self.wait()
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             for number in range(calls):

@@ -32,9 +32,10 @@ def draw(report: Report, path: Path) -> None:
         style = "--" if points[0][1] is points[0][0].peer else "-"
         times.plot(topks, [entry.best_us for _, entry in points], style, marker="o", label=label)
         pairs.plot(topks, [result.ns_a_pair(entry) for result, entry in points], style, marker="o", label=label)
-    floors = {result.shape.topk: result.floor_ns.median for result in report.results if result.floor_ns is not None}
-    if floors:
-        pairs.plot(sorted(floors), [floors[topk] for topk in sorted(floors)], ":", color="black", label="floor")
+    for keys, floors in _floors(report).items():
+        pairs.plot(
+            sorted(floors), [floors[topk] for topk in sorted(floors)], ":", color="black", label=f"floor, {keys}"
+        )
     for axes, title in ((times, "GPU time of a call, us"), (pairs, "GPU time of a pair, ns")):
         axes.set_title(title)
         axes.set_xlabel("topk")
@@ -62,4 +63,13 @@ def _series(report: Report) -> dict[str, list[tuple[Result, Measured]]]:
             if entry.best_us is not None:
                 label = f"{entry.name}, S_q={shape.s_q} S_k={shape.s_k}, {shape.ids}"
                 found.setdefault(label, []).append((result, entry))
+    return found
+
+
+def _floors(report: Report) -> dict[str, dict[int, float]]:
+    """By the number of keys, and by topk."""
+    found: dict[str, dict[int, float]] = {}
+    for result in report.results:
+        if result.floor_ns is not None:
+            found.setdefault(f"S_k={result.shape.s_k}", {})[result.shape.topk] = result.floor_ns.median
     return found
