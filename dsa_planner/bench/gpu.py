@@ -123,8 +123,10 @@ class Gpu:
 
     def kernels(self, run: Run, calls: int) -> Recorded:
         """The kernels, copies and fills that ``calls`` calls run; empty where torch.profiler records none."""
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, supported_activities
 
+        if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
+            return []
         if not self._profiled:  # the first one of a process sets CUPTI up, and may miss what runs meanwhile
             with profile(activities=[ProfilerActivity.CUDA]):
                 torch.zeros(1, device=self.device)
