@@ -109,7 +109,8 @@ class Gradients(GemmStage):
         self.heads = heads
         self.dims = head_dim
         self.terms = terms
-        self.chains = 2 if d_weights is Float32 else 1  # sums over dims that S is made of
+        # Sums over dims that S is made of. The kernel that goes in order has no registers for a second one.
+        self.chains = 2 if d_weights is Float32 and rows != "in order" else 1
         self.d_weights = d_weights
         self.row_tiles = topk // TILE
         self.a_stages = 2 // terms

@@ -45,17 +45,17 @@ def test_resources_are_those_that_cuobjdump_prints(
 def test_parameters_follow_the_signature(kernels: dict[str, CubinKernel]) -> None:
     assert [size for _, size in kernels["dsa_score_grad_0"].parameters] == [8, 8, 8, 8, 4, 4, 4]
     gradients = kernels["dsa_gradients_1"].parameters
-    assert [size for _, size in gradients] == [128, *[8] * 7, *[4] * 5]
+    assert [size for _, size in gradients] == [128, 128, *[8] * 6, *[4] * 5]
     offsets = [offset for offset, _ in gradients]
     assert offsets == sorted(offsets)
-    assert kernels["dsa_gradients_1"].block == 384
+    assert kernels["dsa_gradients_1"].block == 512
 
 
 def test_a_block_of_several_dimensions_has_the_product_of_threads(compiled: PlanFile) -> None:
-    data, count = compiled.cubin, compiled.cubin.count(struct.pack("<III", 384, 1, 1))
+    data, count = compiled.cubin, compiled.cubin.count(struct.pack("<III", 512, 1, 1))
     assert count == 1
-    changed = data.replace(struct.pack("<III", 384, 1, 1), struct.pack("<III", 96, 2, 2))
-    assert {kernel.symbol: kernel.block for kernel in cubin.inspect(changed).kernels}["dsa_gradients_1"] == 384
+    changed = data.replace(struct.pack("<III", 512, 1, 1), struct.pack("<III", 128, 2, 2))
+    assert {kernel.symbol: kernel.block for kernel in cubin.inspect(changed).kernels}["dsa_gradients_1"] == 512
 
 
 def test_nothing_spills(kernels: dict[str, CubinKernel]) -> None:
