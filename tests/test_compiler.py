@@ -147,6 +147,14 @@ def test_a_failing_compiler_is_one_line(
     assert message in refused(config)
 
 
+def test_the_assembler_gives_the_same_bytes_each_time() -> None:
+    """ptxas numbers some registers of this plan by address; with randomised ones every other build was another."""
+    if subprocess.run(["setarch", "-R", "true"], check=False).returncode:
+        pytest.skip("this system does not let a process do without randomised addresses")
+    config = envelope.plan_config({"arch": "sm_100f", "topk": 128})
+    assert len({compile_plan(config).plan.encode() for _ in range(5)}) == 1
+
+
 def with_sources(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, bytes]], object]) -> catalogue.Kernel:
     """Have the catalogue give another set of sources, for a kernel that the compiler will be asked for."""
     kernel = catalogue.load("indexer_backward_sm90")
