@@ -76,13 +76,10 @@ def test_a_mutant_whose_place_is_gone_is_refused(plans: dict[int, PlanFile], def
 
 
 def test_verify_notices_the_faults_of_every_kind(plans: dict[int, PlanFile], settings: Settings) -> None:
-    """Every fourth fault, and of these every fourth in the plan of four tiles a row.
-
-    ``ptx_mutants.py``, as a script, runs all.
-    """
+    """Every sixth fault, and of these every fourth in the plan of four tiles a row. The script makes them all."""
     verdicts = {
         mutant.name: judge(mutate(plans[128 if number % 4 else 256], mutant), settings)
-        for number, mutant in enumerate(MUTANTS[::4])
+        for number, mutant in enumerate(MUTANTS[::6])
         if mutant.name not in PASS | PASS_FROM_3_TILES
     }
     assert not [name for name, verdict in verdicts.items() if verdict.by is None]
@@ -90,7 +87,7 @@ def test_verify_notices_the_faults_of_every_kind(plans: dict[int, PlanFile], set
 
 
 def test_the_faults_that_are_listed_with_a_reason_pass(plans: dict[int, PlanFile], settings: Settings) -> None:
-    """So that a list is mended when the machine learns to notice one. All cases and schedules take the script."""
+    """A list is to be mended when the machine learns to notice one. All cases and schedules are for the script."""
     for name in PASS:
         assert judge(mutate(plans[128], BY_NAME[name]), settings, CASES[:3], ["inorder"]).by is None, name
     for name in PASS_FROM_3_TILES:
@@ -104,9 +101,10 @@ def test_the_plans_themselves_pass(plans: dict[int, PlanFile], settings: Setting
 
 
 def test_a_kernel_that_loops_for_ever_is_stopped_and_said_to(plans: dict[int, PlanFile], settings: Settings) -> None:
+    """Without looking for races: a ticket that is not drawn gives one row for ever, and each time writes over it."""
     for name in ("ticket-next-dropped", "zero-for-ever"):
         start = time.monotonic()
-        verdict = judge(mutate(plans[128], BY_NAME[name]), settings, schedules=["inorder"])
+        verdict = judge(mutate(plans[128], BY_NAME[name]), settings, schedules=["inorder"], detect=False)
         assert verdict.by == "limit"
         assert verdict.problem.startswith("no end")
         assert time.monotonic() - start < 60
