@@ -31,11 +31,11 @@ $(VENV)/.compile: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call require_python,$(VENV)/bin/python)
-	$(INSTALL) --editable '.[compile,test,torch,verify]'
+	$(INSTALL) --editable '.[compile,plot,test,torch,verify]'
 	@touch $@ $(VENV)/.compile
 
 $(VENV)/.lint: $(VENV)/.test
-	$(INSTALL) --editable '.[compile,test,torch,verify,lint]'
+	$(INSTALL) --editable '.[compile,plot,test,torch,verify,lint]'
 	@touch $@
 
 precompile: $(VENV)/.compile

@@ -10,7 +10,7 @@ Exit codes:
 1      a plan failed to compile, or the answer could not be written
 2      the request is wrong: usage, outside the support envelope, or PTX that the machine refuses
 3      there is no such plan
-4      the compiler, or what verifies plans, is not installed
+4      the compiler, or what verifies, measures or plots, is not installed
 5      a layer cannot be read or written, is damaged, or does not hold what was built
 6      the GPU or its driver is missing, or is another one
 7      a plan failed its verification
@@ -32,6 +32,7 @@ from typing import Annotated, Any
 import typer
 
 from dsa_planner import __version__, errors
+from dsa_planner.bench.request import help_of as bench_help
 
 __all__ = ["app", "exit_code", "main"]
 
@@ -51,6 +52,7 @@ _EXIT_CODES: tuple[tuple[type[errors.DsaPlannerError], int], ...] = (
     (errors.PlanNotFoundError, 3),
     (errors.CompilerMissingError, 4),
     (errors.VerifierMissingError, 4),
+    (errors.PackageMissingError, 4),
     (errors.CompileError, 1),
     (errors.CacheError, _CACHE_EXIT),
     (errors.PlanFileError, _CACHE_EXIT),
@@ -242,6 +244,43 @@ def verify(
     passed = proof.run(calls, wanted, device, rebuild, profile, at_once, json, settings)
     if not passed:
         raise typer.Exit(_VERIFY_EXIT)
+
+
+@app.command()
+def bench(
+    topk: Annotated[str | None, typer.Option("--topk", help=bench_help("topk"))] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help=bench_help("backend"))] = None,
+    d_weights: Annotated[str | None, typer.Option("--d-weights", help=bench_help("d_weights"))] = None,
+    d_index_k: Annotated[str | None, typer.Option("--d-index-k", help=bench_help("d_index_k"))] = None,
+    heads: Annotated[str | None, typer.Option("--heads", help=bench_help("heads"))] = None,
+    deterministic: DeterministicOption = False,
+    batch: Annotated[str | None, typer.Option("--batch", help=bench_help("batch"))] = None,
+    s_q: Annotated[str | None, typer.Option("--s-q", help=bench_help("s_q"))] = None,
+    s_k: Annotated[str | None, typer.Option("--s-k", help=bench_help("s_k"))] = None,
+    ids: Annotated[str | None, typer.Option("--ids", help=bench_help("ids"))] = None,
+    repeats: Annotated[str | None, typer.Option("--repeats", help=bench_help("repeats"))] = None,
+    device: Annotated[str | None, typer.Option("--device", help=bench_help("device"))] = None,
+    floor: Annotated[str | None, typer.Option("--floor", help=bench_help("floor"))] = None,
+    no_peer: Annotated[bool, typer.Option("--no-peer", help=bench_help("no_peer"))] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help=bench_help("plot"))] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure plans on the GPU at hand, beside its limits and beside cuDNN frontend's operator.
+
+    The plans come from the layers; nothing is compiled. Needs torch.
+    """
+    from dsa_planner.bench import request as requests
+
+    given = {
+        "topk": topk, "backend": backend, "d_weights": d_weights, "d_index_k": d_index_k, "heads": heads,
+        "batch": batch, "s_q": s_q, "s_k": s_k, "ids": ids, "repeats": repeats, "device": device, "floor": floor,
+    }  # fmt: skip
+    request = requests.parse(given, deterministic, no_peer, plot)
+    requests.require_packages()
+    from dsa_planner.cli import bench as measurement
+
+    for note in measurement.run(request, json):
+        _complain(note)
 
 
 @app.command()

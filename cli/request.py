@@ -13,6 +13,7 @@ from dsa_planner import envelope
 from dsa_planner.cache.layer import Layer, SearchPath
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import PlanFileError, PlanNotFoundError, UnsupportedError, shown
+from dsa_planner.options import integer, words
 
 __all__ = [
     "Matrix",
@@ -27,8 +28,6 @@ __all__ = [
     "verdicts",
     "words",
 ]
-
-_LONGEST_NUMBER = 9  # digits
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def matrix(
 ) -> Matrix:
     """The configs that the options of ``precompile`` mean.
 
-    What the user names is built or refused; what only a default covers and is not built is listed, never dropped.
+    What the user names is built or refused; what only a default covers and cannot be built is listed, never dropped.
 
     Raises:
         UnsupportedError: a malformed list, a value outside the envelope, or nothing of the request can be built.
@@ -92,10 +91,9 @@ def matrix(
                 for value in topks
                 for dtype in dtypes or row.d_weights
             ]
-            envelope.require_built(row, complete[0])
         except UnsupportedError as refusal:
             refusals.append((row, refusal))
-            missing.append(NotAvailable(row.backend, row.arch, refusal.rule if row.kernel else "not built yet"))
+            missing.append(NotAvailable(row.backend, row.arch, refusal.rule))
             continue
         if not arches and not row.preferred:
             missing.append(NotAvailable(row.backend, row.arch, f"only with --arch {row.arch}"))
@@ -138,7 +136,6 @@ def verdicts(given: Mapping[str, Any]) -> list[Verdict]:
             continue
         try:
             config = envelope.plan_config({**given, "backend": row.backend, "arch": row.arch})
-            envelope.require_built(row, config)
             found.append(Verdict(row.backend, row.arch, config, None))
         except UnsupportedError as refusal:
             found.append(Verdict(row.backend, row.arch, None, refusal))
@@ -272,29 +269,6 @@ def _warnings_but_of(said: Container[Path]) -> Iterator[None]:
                 log.handle(record)
 
 
-def integer(option: str, text: str, example: int, least: int = -(10**_LONGEST_NUMBER)) -> int:
-    """The whole number that an option has.
-
-    Args:
-        option: its name, and an ``example`` of its value, for the message.
-        text: what the user gave.
-        least: the smallest that it may be.
-
-    Raises:
-        UnsupportedError: it is none, below ``least``, or too long.
-    """
-    digits = text.removeprefix("-")
-    whole = digits.isascii() and digits.isdigit()
-    if whole and len(digits) <= _LONGEST_NUMBER and int(text) >= least:
-        return int(text)
-    bound = f" of at least {least}" if least >= 0 else ""
-    if whole and len(digits) > _LONGEST_NUMBER:
-        bound += f"{' and' if bound else ' of'} at most {_LONGEST_NUMBER} digits"
-    raise UnsupportedError(
-        f"{option} {shown(text)}", f"it has to be a whole number{bound}", f"give for example {option} {example}"
-    )
-
-
 def _no_such_pair(backends: Sequence[str], arches: Sequence[str]) -> UnsupportedError:
     return UnsupportedError(
         f"--backend {','.join(backends) or 'any'} --arch {','.join(arches) or 'any'}",
@@ -318,22 +292,6 @@ def _arches(text: str | None) -> tuple[str, ...]:
         if name not in envelope.ARCHES:
             raise envelope.refusal("arch", name, "it is not an arch", tuple(envelope.ARCHES))
     return names
-
-
-def words(option: str, text: str) -> tuple[str, ...]:
-    """The entries of a list that an option has, each once.
-
-    Raises:
-        UnsupportedError: one of them is empty.
-    """
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    if not all(found):
-        raise UnsupportedError(
-            f"{option} {shown(text)}",
-            "it has to be a list separated by commas, without empty entries",
-            "remove the extra comma, or the option",
-        )
-    return found
 
 
 def _topks(text: str) -> tuple[int, ...]:

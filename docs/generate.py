@@ -24,8 +24,7 @@ refused.
 
 {table}
 
-*capability* is the compute capability of the devices that a plan runs on. A row that is *not built yet* is named so
-that nothing is silently missing; asking for it is an error in this version.
+*capability* is the compute capability of the devices that a plan runs on.
 
 ## What a plan is compiled for
 

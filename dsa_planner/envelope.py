@@ -28,7 +28,6 @@ __all__ = [
     "check_scalars",
     "plan_config",
     "refusal",
-    "require_built",
     "rows_for",
     "rows_for_capability",
     "support_of",
@@ -64,13 +63,13 @@ ARCHES = {
 class Support:
     """One row of the envelope: what one backend takes on one arch.
 
-    ``kernel`` names the entry of ``dsa_planner.kernels``; None means that this version names the row and cannot build
-    it yet. ``preferred`` rows are what a request without an arch means; the others are built only when named.
+    ``kernel`` names the entry of ``dsa_planner.kernels``. ``preferred`` rows are what a request without an arch means;
+    the others are built only when named.
     """
 
     backend: str
     arch: str
-    kernel: str | None
+    kernel: str
     heads: tuple[int, ...]
     d_weights: tuple[str, ...]
     deterministic: tuple[bool, ...] = (False,)
@@ -189,41 +188,6 @@ def support_of(config: Mapping[str, Any]) -> Support:
     )
 
 
-def require_built(row: Support, config: Mapping[str, Any] | None = None) -> str:
-    """The kernel of a row.
-
-    Args:
-        row: the row.
-        config: the request, to name a backend that would serve it on the same devices.
-
-    Raises:
-        UnsupportedError: this version does not build it yet.
-    """
-    if row.kernel is not None:
-        return row.kernel
-    others = [
-        f"{other.backend} for {other.arch}"
-        for other in ENVELOPE
-        if other.kernel is not None
-        and set(other.capabilities) & set(row.capabilities)
-        and (config is None or _takes(other, config))
-    ]
-    rule = "the envelope names it, and this version does not build it yet"
-    if not others:
-        rule += ", nor another backend that serves this request on these devices"
-    raise UnsupportedError(
-        f"backend {row.backend} for {row.arch}",
-        rule,
-        f"use {' or '.join(others)}" if others else "see dsa-plan explain for what it builds",
-    )
-
-
-def _takes(row: Support, config: Mapping[str, Any]) -> bool:
-    return all(
-        config[name] in getattr(row, name) for name in ("heads", "head_dim", "topk", "d_weights", "deterministic")
-    )
-
-
 def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int, topk_indices_global: bool) -> None:
     """Check the scalar arguments of a launch. The kernels take them in fp32, so they must be there what they are here.
 
@@ -327,6 +291,5 @@ def table() -> list[dict[str, str]]:
                 "block_I",
             ):
                 cells[item.name] = describe(getattr(row, item.name))
-        cells["status"] = "built" if row.kernel else "not built yet"
         rows.append(cells)
     return rows

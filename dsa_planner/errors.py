@@ -84,5 +84,9 @@ class VerifierMissingError(DsaPlannerError, RuntimeError):
     """What proves plans without a GPU (numpy, ziglang) is not installed, or does not work here."""
 
 
+class PackageMissingError(DsaPlannerError, RuntimeError):
+    """A package that what was asked for needs (torch, matplotlib) is not installed."""
+
+
 class DriverError(DsaPlannerError, RuntimeError):
     """The CUDA driver is missing, too old, or refused a call."""

@@ -186,15 +186,22 @@ class Plan:
             block = self._blocks.pop()
         except IndexError:
             block = Block(self._layout)
-        block.pack(shape, addresses, sm_scale, loss_coeff, stream)
+        arguments = (shape, addresses, sm_scale, loss_coeff, stream)
+        # A thread that has not used the GPU yet has no context, and without one not even a tensor map can be encoded.
+        if int(call("reading the current context", cu.cuCtxGetCurrent())) == self._target.context_address:
+            self._launch_block(block, arguments, tensors)
+        else:
+            with self._target.current():
+                self._launch_block(block, arguments, tensors)
+
+    def _launch_block(
+        self, block: Block, arguments: tuple[Shape, list[int], float, float, int], tensors: Tensors
+    ) -> None:
+        block.pack(*arguments)
         try:
             # Autograd counts writes, to notice that a tensor which it saved has changed since.
             self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
-            if int(call("reading the current context", cu.cuCtxGetCurrent())) == self._target.context_address:
-                self._launch_kernels(block, shape)
-            else:
-                with self._target.current():
-                    self._launch_kernels(block, shape)
+            self._launch_kernels(block, arguments[0])
         finally:
             self._blocks.append(block)
 

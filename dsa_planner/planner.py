@@ -75,7 +75,7 @@ class Planner:
             progress: called from this thread with each outcome as it comes.
 
         Raises:
-            UnsupportedError: a config lies outside the envelope, or its row is not built yet; nothing was done.
+            UnsupportedError: a config lies outside the envelope; nothing was done.
             CompilerMissingError: there is no compiler; nothing was done.
             CompileError: the compiler is not the one that was installed; nothing was built.
             CacheError: a plan is missing and the writable layer is too, or cannot be written.

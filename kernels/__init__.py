@@ -6,10 +6,14 @@
 ``score_grad``                      stage 1, shared by every backend of an architecture
 ``round_d_index_k``                 stage 3, the bf16 rounding of the fp32 d_index_k accumulator
 ``sum_d_index_k``                   stage 3 where d_index_k is to be reproducible
-``indexer_backward_default_sm90``   stage 2 of the ``default`` backend for Hopper, and the program of all stages
+``gemm_stage``                      what stage 2 has in common on all architectures
+``gradients_sm90``                  stage 2 of both backends for Hopper
 ``gradients_sm100``                 stage 2 of both backends for Blackwell
-``blackwell``                       the instructions of Blackwell that it uses
-``indexer_backward_sm100``          the programs of all stages for Blackwell
+``hopper``                          the instructions that they use
+``blackwell``                       those that only Blackwell has
+``indexer_backward``                the program of all stages
+``indexer_backward_sm90``           what is compiled for a plan for Hopper
+``indexer_backward_sm100``          what is compiled for a plan for Blackwell
 ``cases``                           seeded calls for proofs
 ``ptx``                             a machine that executes the kernels' PTX
 ==================================  ===============================================================================

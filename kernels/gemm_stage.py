@@ -123,6 +123,23 @@ class GemmStage:
         return worker * stages + count % stages
 
 
+def add_exactly(sums, j, value):
+    """Add to ``sums[j]``, and what rounding loses to ``sums[j + 2]``."""
+    total = sums[j] + value
+    added = total - sums[j]
+    sums[j + 2] = sums[j + 2] + ((sums[j] - (total - added)) + (value - added))
+    sums[j] = total
+
+
+def sum_over_lanes(sums, j):
+    """``sums[j] + sums[j + 2]`` over four neighbouring lanes, in a fixed order; each lane gets it."""
+    for lanes in (1, 2):
+        lost = arch.shuffle_sync_bfly(sums[j + 2], lanes)
+        add_exactly(sums, j, arch.shuffle_sync_bfly(sums[j], lanes))
+        sums[j + 2] = sums[j + 2] + lost
+    return sums[j] + sums[j + 2]
+
+
 def aligned(pointer):
     """Four elements, for one 16-byte access."""
     return cute.make_tensor(pointer, cute.make_layout(4))

@@ -45,7 +45,7 @@ from cutlass.cute import arch
 
 from dsa_planner.kernels import blackwell, hopper
 from dsa_planner.kernels.blackwell import TMEM_COLUMNS, TMEM_LANE
-from dsa_planner.kernels.gemm_stage import GemmStage, GlobalTensors, Work, aligned
+from dsa_planner.kernels.gemm_stage import GemmStage, GlobalTensors, Work, add_exactly, aligned, sum_over_lanes
 from dsa_planner.kernels.hopper import LINE, LINE_BYTES
 
 TILE = 128  # slots
@@ -58,7 +58,7 @@ THREADS = 32 * (MMA_WARP + 1)
 TILE_STAGES = 4
 Q_STAGES = 2
 K_STAGES = 2
-S_STAGES = 2
+S_PLACES = 2  # in tensor memory: stages of S, or the two sums that one S is made of
 DK_STAGES = 2
 DQ_STAGES = 2
 
@@ -109,6 +109,7 @@ class Gradients(GemmStage):
         self.heads = heads
         self.dims = head_dim
         self.terms = terms
+        self.chains = 2 if d_weights is Float32 else 1  # sums over dims that S is made of
         self.d_weights = d_weights
         self.row_tiles = topk // TILE
         self.a_stages = 2 // terms
@@ -120,7 +121,7 @@ class Gradients(GemmStage):
             "tile": (TILE_STAGES, 1, readers),
             "q": (Q_STAGES, 1, 1),
             "k": (K_STAGES, 1, 1),
-            "s": (S_STAGES, 1, self.gate_warps),
+            "s": (S_PLACES // self.chains, 1, self.gate_warps),
             "a": (self.a_stages, self.gate_warps, 1),
             "dq": (DQ_STAGES, 1, self.gate_warps),
             "dk": (DK_STAGES, 1, DRAIN_WARPS),
@@ -443,12 +444,21 @@ class Gradients(GemmStage):
         blackwell.fence_after_sync()
         with arch.elect_one():
             q, k = blackwell.k_major(self.q_tile(shared, row)), blackwell.k_major(self.k_tile(shared, count))
-            target = tmem + S_START + count % S_STAGES * (16 * TMEM_LANE)
             kind = blackwell.bf16_to_fp32(HEAD_ROWS, TILE)
-            for step in cutlass.range_constexpr(self.dims // blackwell.K_STEP):
+            steps = self.dims // blackwell.K_STEP
+            for step in cutlass.range_constexpr(steps):
+                chain, first = step // (steps // self.chains), step % (steps // self.chains) == 0
                 q_step, k_step = blackwell.k_major_step(step, HEAD_ROWS), blackwell.k_major_step(step, TILE)
-                blackwell.mma(target, q + q_step, k + k_step, kind, step > 0)
+                blackwell.mma(self.s_place(tmem, count, chain), q + q_step, k + k_step, kind, not first)
             blackwell.commit(self.full(shared, "s", count))
+
+    def s_place(self, tmem, count, chain):
+        """Where S of a tile lies, or one of the two sums that it is made of.
+
+        The tensor cores cut a sum after every 16 products, so two short sums are closer to the truth than a long one.
+        """
+        place = count % S_PLACES if self.chains == 1 else chain
+        return tmem + S_START + place * (16 * TMEM_LANE)
 
     @cute.jit
     def gradients(self, shared, tmem, count, row, tile):
@@ -498,7 +508,7 @@ class Gradients(GemmStage):
         lane = arch.lane_idx()
         head = warp * 16 + lane // 4  # and the one 8 further on
         w = cute.make_rmem_tensor(2, Float32)
-        dw = cute.make_rmem_tensor(2, Float32)
+        dw = cute.make_rmem_tensor(4, Float32)
         count = Int32(0)
         row_count = Int32(0)
         row_before = Int32(-1)
@@ -529,7 +539,10 @@ class Gradients(GemmStage):
         self.wait_full(shared, "tile", count)
         self.wait_full(shared, "s", count)
         blackwell.fence_after_sync()
-        s = blackwell.load_fragment(tmem + S_START + count % S_STAGES * (16 * TMEM_LANE), TILE)
+        s = blackwell.load_fragment(self.s_place(tmem, count, 0), TILE)
+        if cutlass.const_expr(self.chains == 2):
+            other = blackwell.load_fragment(self.s_place(tmem, count, 1), TILE)
+            s = [s[e] + other[e] for e in range(TILE // 2)]
         blackwell.fence_before_sync()
         arch.sync_warp()
         with arch.elect_one():
@@ -558,7 +571,7 @@ class Gradients(GemmStage):
                 target = self.a_tile(shared, count, term) + a_place(warp, lane, n)
                 hopper.store_matrices(target, *words[term])
         for j in cutlass.range_constexpr(2):
-            dw[j] = dw[j] + ((part[4 * j] + part[4 * j + 1]) + (part[4 * j + 2] + part[4 * j + 3]))
+            add_exactly(dw, j, (part[4 * j] + part[4 * j + 1]) + (part[4 * j + 2] + part[4 * j + 3]))
         arch.fence_proxy("async.shared", space="cta")
         arch.sync_warp()
         with arch.elect_one():
@@ -569,10 +582,9 @@ class Gradients(GemmStage):
     def store_dw(self, target, lane, dw):
         """Sum the four lanes' shares in a fixed order and store the row's two heads."""
         for j in cutlass.range_constexpr(2):
-            for lanes in (1, 2):
-                dw[j] = dw[j] + arch.shuffle_sync_bfly(dw[j], lanes)
+            total = sum_over_lanes(dw, j)
             if lane % 4 == 0:
-                (target + 8 * j).store(dw[j].to(self.d_weights))
+                (target + 8 * j).store(total.to(self.d_weights))
 
     @cute.jit
     def store_dq(self, shared, tmem, tensors, warp, lane, row, row_count):

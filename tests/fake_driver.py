@@ -125,6 +125,7 @@ class FakeDriver:
     def cuTensorMapEncodeTiled(
         self, element: Any, rank: int, address: int, extents: Any, *rest: Any
     ) -> tuple[Any, ...]:
+        assert self.current_context == CONTEXT, "the driver needs a context"
         self.encodes.append((element, rank, address, [int(extent) for extent in extents], *rest))
         encoded = real.CUtensorMap()
         ctypes.memmove(encoded.getPtr(), struct.pack("<QQ112x", address, len(self.encodes)), 128)

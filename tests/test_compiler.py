@@ -149,7 +149,7 @@ def test_a_failing_compiler_is_one_line(
 
 def with_sources(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, bytes]], object]) -> catalogue.Kernel:
     """Have the catalogue give another set of sources, for a kernel that the compiler will be asked for."""
-    kernel = catalogue.load("indexer_backward_default_sm90")
+    kernel = catalogue.load("indexer_backward_sm90")
     sources = dict(kernel.sources)
     change(sources)
     changed = dataclasses.replace(kernel, sources=sources, source_digest=catalogue.digest_sources(sources))

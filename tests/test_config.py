@@ -89,8 +89,3 @@ def test_the_plan_id_is_that_of_the_run_side() -> None:
     assert config.plan_id == plan_id_of(config.model_dump())
     with pytest.raises(UnsupportedError, match="topk=1000"):  # a copy that pydantic does not check
         config.model_copy(update={"topk": 1000}).plan_id  # noqa: B018
-
-
-def test_a_config_that_is_not_built_yet_has_no_plan_id() -> None:
-    with pytest.raises(UnsupportedError, match="does not build it yet"):
-        PlanConfig(backend="sm90_v2", arch="sm_90a", topk=128).plan_id  # noqa: B018

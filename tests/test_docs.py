@@ -13,6 +13,7 @@ import pytest
 
 import dsa_planner
 from dsa_planner import envelope, launch_record, settings
+from dsa_planner.bench import request as requests
 from dsa_planner.cli import main
 
 ROOT = Path(dsa_planner.__file__).resolve().parents[1]
@@ -60,8 +61,31 @@ def test_documented_commands_are_commands(line: str, tmp_path: Path) -> None:
     assert f"Usage: python -m dsa_planner.cli.main {words[1]}" in out.stdout
 
 
+def plain_commands() -> list[str]:
+    """Every command line in the documentation that runs a module of this package."""
+    texts = [page.read_text() for page in PAGES]
+    return sorted({line for text in texts for line in re.findall(r"^\$ python (-m dsa_planner\.[^\n]*)$", text, re.M)})
+
+
+@pytest.mark.parametrize("line", plain_commands())
+def test_documented_modules_take_their_options(line: str, tmp_path: Path) -> None:
+    """As with the commands: each runs with --help at its end."""
+    words = shlex.split(line)
+    command = [sys.executable, *words, "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert out.returncode == 0, out.stderr
+    assert f"usage: python {' '.join(words[:2])}" in out.stdout
+
+
+def test_the_distributions_of_ids_are_documented() -> None:
+    text = (ROOT / "docs" / "measuring.md").read_text()
+    for name, meaning in requests.IDS.items():
+        assert f"| {name} | {meaning} |" in text
+
+
 def test_there_are_documented_commands() -> None:
     assert len(commands()) >= 6
+    assert plain_commands()
 
 
 def test_exit_codes_and_variables_are_documented() -> None:

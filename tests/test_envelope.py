@@ -78,7 +78,10 @@ def test_a_wrong_topk_names_value_rule_and_nearest(topk: int, nearest: int) -> N
             {"backend": "sm90_v2", "arch": "sm_100f"},
             "arch='sm_100f': backend sm90_v2 is not built for it; nearest is sm_90a",
         ),
-        ({"heads": 32}, "heads=32: backend default for sm_90a takes heads 64; nearest is 64"),
+        (
+            {"heads": 48},
+            "heads=48: backend default for sm_90a takes heads 64 or 32; nearest is 64 (there are 64 or 32)",
+        ),
         ({"head_dim": 64}, "head_dim=64: backend default for sm_90a takes head_dim 128; nearest is 128"),
         ({"d_weights": "fp16"}, "d_weights='fp16': backend default for sm_90a takes d_weights bf16; nearest is bf16"),
         ({"d_weights": "fp32"}, "d_weights='fp32': backend default for sm_90a takes d_weights bf16; nearest is bf16"),
@@ -152,33 +155,11 @@ def test_good_scalars_pass(scalars: tuple[float, float, int, bool]) -> None:
     envelope.check_scalars(envelope.ENVELOPE[0], *scalars)
 
 
-def test_the_table_names_what_is_not_built_yet_and_refuses_it_with_a_way_out() -> None:
-    rows = {(row.backend, row.arch): row for row in envelope.ENVELOPE}
-    assert rows["default", "sm_90a"].kernel
-    assert {"sm100_v2", "sm90_v2", "default"} == set(envelope.backends())
-    assert ("sm100_v2", "sm_100f") in rows
-    assert ("default", "sm_100f") in rows
-    for row in envelope.ENVELOPE:
-        if row.kernel is None:
-            with pytest.raises(UnsupportedError, match=f"backend {row.backend} for {row.arch}: the envelope names it"):
-                envelope.require_built(row)
-    config = envelope.plan_config({"backend": "sm90_v2", "arch": "sm_90a", "topk": 128, "d_weights": "fp32"})
-    with pytest.raises(UnsupportedError) as error:
-        envelope.require_built(rows["sm90_v2", "sm_90a"], config)
-    assert str(error.value) == (
-        "backend sm90_v2 for sm_90a: the envelope names it, and this version does not build it yet, nor another "
-        "backend that serves this request on these devices; see dsa-plan explain for what it builds"
-    )
-    with pytest.raises(UnsupportedError, match="does not build it yet; use default for sm_90a"):
-        envelope.require_built(rows["sm90_v2", "sm_90a"])
-
-
 def test_rows_are_unique_and_their_kernels_exist() -> None:
     assert len({(row.operator, row.backend, row.arch) for row in envelope.ENVELOPE}) == len(envelope.ENVELOPE)
     for row in envelope.ENVELOPE:
         assert row.arch in envelope.ARCHES
-        if row.kernel is not None:
-            assert catalogue.load(row.kernel).sources
+        assert catalogue.load(row.kernel).sources
 
 
 def test_devices_are_admitted_by_capability() -> None:

@@ -63,7 +63,7 @@ def test_order_matters_in_a_list_and_not_in_an_object() -> None:
 
 
 def test_every_byte_of_every_source_changes_the_digest() -> None:
-    kernel = catalogue.load("indexer_backward_default_sm90")
+    kernel = catalogue.load("indexer_backward_sm90")
     folder = Path(catalogue.__file__).parent
     contents = {name: (folder / name).read_bytes() for name in kernel.sources}
     assert contents == kernel.sources

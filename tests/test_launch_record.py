@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from dsa_planner import envelope
 from dsa_planner.kernels import catalogue
 from dsa_planner.launch_record import LAUNCH_VALUES, TENSORS, LaunchRecord, compile_expression, holds
 
 VALUES = {name: number for number, name in enumerate(LAUNCH_VALUES, start=2)}
-RECORD = catalogue.load("indexer_backward_default_sm90").launch
+CONFIG = envelope.plan_config({"arch": "sm_90a", "topk": 128})
+RECORD = catalogue.load("indexer_backward_sm90").launch_for(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +55,18 @@ def test_the_shipped_record_parses() -> None:
 
 def grids(**changes: int) -> list[int]:
     values = {"rows": 8192, "keys": 4096, "heads": 64, "head_dim": 128, "multiprocessors": 132, **changes}
-    return [kernel.grid(values) for kernel in LaunchRecord.parse(RECORD).kernels]
+    record = LaunchRecord.parse(RECORD)
+    record.complete(values)
+    return [kernel.grid(values) for kernel in record.kernels]
 
 
 def test_grids_of_the_shipped_record() -> None:
     assert grids() == [1024, 132, 256]
     assert grids(rows=1) == [64, 1, 256]
-    assert grids(rows=7, keys=1) == [1, 4, 1]
-    assert grids(rows=7, multiprocessors=78, keys=10**6) == [624, 4, 624]
+    assert grids(rows=7, keys=1) == [1, 7, 1]
+    assert grids(rows=7, multiprocessors=78, keys=10**6) == [624, 7, 624]
     assert grids(rows=0) == [64, 0, 256], "nothing to compute, but d_index_k must be zeroed"
-    assert grids(rows=100, keys=0) == [13, 50, 0]
+    assert grids(rows=100, keys=0) == [13, 100, 0]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
             "index_q": lambda a: a["index_q"][:, :, :48].contiguous(),
             "weights": lambda a: a["weights"][:, :, :48].contiguous(),
         },
-        "heads=48: backend default for sm_90a takes heads 64; nearest is 64",
+        "heads=48: backend default for sm_90a takes heads 64 or 32; nearest is 64",
     ),
     "head_dim 64": (
         {"index_q": lambda a: a["index_q"][..., :64].contiguous()},

@@ -43,10 +43,11 @@ def modules_after(statement: str, banned: set[str] = frozenset()) -> set[str]:  
         "from dsa_planner import PlanNotFoundError; from dsa_planner.locate import find_plan, search_path",
         "from dsa_planner.kernels import catalogue, oracle; from dsa_planner.cache import layer, planfile, writable",
         "from dsa_planner import envelope, identity; identity.plan_id_of(envelope.plan_config({'topk':128,'arch':'sm_90a'}))",
+        "from dsa_planner.bench import __main__, contenders, plot, report, request, run",
     ],
 )
 def test_the_run_side_needs_none_of_the_build_sides_packages(statement: str) -> None:
-    if "indexer_backward" in statement:
+    if "indexer_backward" in statement or "bench" in statement:
         pytest.importorskip("torch")
     assert not modules_after(statement, BUILD_ONLY) & BUILD_ONLY
 
@@ -70,6 +71,7 @@ def test_a_run_side_process_finds_a_plan_without_the_build_side(layer: Path) -> 
         "from dsa_planner import PlanConfig, Planner",
         "from dsa_planner import compiler, planner, toolchain, cubin",
         "from dsa_planner.cli import main, render, request",
+        "from dsa_planner.bench import __main__, floor, plot, report, request",
     ],
 )
 def test_the_build_side_needs_no_torch(statement: str) -> None:
@@ -77,7 +79,7 @@ def test_the_build_side_needs_no_torch(statement: str) -> None:
 
 
 def test_the_kernels_need_no_torch() -> None:
-    statement = "import dsa_planner.kernels.indexer_backward_default_sm90"
+    statement = "import dsa_planner.kernels.indexer_backward_sm90"
     assert "torch" not in modules_after(statement, {"torch"})
 
 
@@ -100,5 +102,5 @@ def test_imports_point_one_way() -> None:
             ours = {name for name in imports_of(path) if name.startswith("dsa_planner")}
             beyond = {n for n in ours if not n.startswith((allowed, "dsa_planner.errors"))}
             assert not beyond, f"{folder}/{path.name} imports {sorted(beyond)}"
-    for path in sorted((ROOT / "dsa_planner").glob("*.py")):
+    for path in sorted([*(ROOT / "dsa_planner").glob("*.py"), *(ROOT / "dsa_planner" / "bench").glob("*.py")]):
         assert not {n for n in imports_of(path) if n.startswith("dsa_planner.cli")}, path.name

@@ -53,8 +53,8 @@ def test_precompile_builds_and_then_hits(command: Command) -> None:
         "status",
     ]
     assert [row[1:5] + row[6:8] + [row[10]] for row in plans] == [
-        ["default", "sm_90a", "128", "bf16", "0", "221184", "built"],
-        ["default", "sm_90a", "256", "bf16", "0", "221184", "built"],
+        ["default", "sm_90a", "128", "bf16", "0", "233472", "built"],
+        ["default", "sm_90a", "256", "bf16", "0", "233472", "built"],
     ]
     assert summary == ["2", "built;", "layer", str(command.layer)]
     assert first.stderr == ""
@@ -69,17 +69,15 @@ def test_precompile_without_arch_and_backend_covers_every_row_and_names_what_it_
     out = filled("precompile", "--topk", "128", "--dry-run")
     found = {tuple(row[1:3]): " ".join(row[10:]) for row in rows(out.stdout)[1:-1]}
     assert found == {
-        (row.backend, row.arch): "not built yet"
-        if row.kernel is None
-        else f"only with --arch {row.arch}"
+        (row.backend, row.arch): f"only with --arch {row.arch}"
         if not row.preferred
         else "hit"
         if (row.backend, row.arch) == ("default", "sm_90a")
         else "missing"
         for row in envelope.ENVELOPE
     }
-    left_out = sum(row.kernel is None or not row.preferred for row in envelope.ENVELOPE)
-    assert f"1 hit, 3 missing, {left_out} not available" in out.stdout
+    left_out = sum(not row.preferred for row in envelope.ENVELOPE)
+    assert f"1 hit, 5 missing, {left_out} not available" in out.stdout
 
 
 def test_precompile_json(filled: Command) -> None:
@@ -97,7 +95,7 @@ def test_precompile_json(filled: Command) -> None:
 
 def test_precompile_dry_run_compiles_nothing(command: Command) -> None:
     out = command("precompile", "--topk", "all", "--dry-run")
-    assert len([row for row in rows(out.stdout) if row[-1] == "missing"]) == 4 * 16
+    assert len([row for row in rows(out.stdout) if row[-1] == "missing"]) == 6 * 16
     assert not command.layer.exists()
 
 
@@ -150,17 +148,17 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["--topk", "128", "--arch", "sm_90a,"], "--arch 'sm_90a,': it has to be a list"),
     (["--topk", "128", "--d-weights", "fp16"], "d_weights='fp16': backend default for sm_90a takes d_weights bf16"),
-    (["--topk", "128", "--heads", "16"], "heads=16: backend default for sm_90a takes heads 64; nearest is 64"),
+    (["--topk", "128", "--heads", "16"], "heads=16: backend default for sm_90a takes heads 64 or 32; nearest is 32"),
     (
         ["--topk", "128", "--heads", "32", "--backend", "sm100_v2"],
         "heads=32: backend sm100_v2 for sm_100f takes heads 64; nearest is 64",
     ),
     (["--topk", "128", "--backend", "default", "--deterministic"], "deterministic=True: backend default for sm_90a"),
     (
-        ["--topk", "128", "--backend", "sm90_v2"],
-        "backend sm90_v2 for sm_90a: the envelope names it, and this version does not build it yet; use default for",
+        ["--topk", "128", "--backend", "sm90_v2", "--heads", "32"],
+        "heads=32: backend sm90_v2 for sm_90a takes heads 64; nearest is 64",
     ),
-    (["--topk", "128", "--backend", "default,sm90_v2"], "backend sm90_v2 for sm_90a: the envelope names it"),
+    (["--topk", "128", "--backend", "default,sm90_v2", "--heads", "32"], "heads=32: backend sm90_v2 for sm_90a takes"),
     (
         ["--topk", "128", "--backend", "sm90_v2", "--arch", "sm_100f"],
         "--backend sm90_v2 --arch sm_100f: the envelope has no",
@@ -326,7 +324,7 @@ def test_list_does_not_count_as_use(filled: Command) -> None:
 
 def test_show_by_prefix(filled: Command, compiled: PlanFile) -> None:
     text = filled("show", compiled.plan_id[:6]).stdout
-    for part in (compiled.plan_id, compiled.build_id, "nvidia-cutlass-dsl ", "dsa_gradients_1", "220160"):
+    for part in (compiled.plan_id, compiled.build_id, "nvidia-cutlass-dsl ", "dsa_gradients_1", "232448"):
         assert part in text
     found = json.loads(filled("show", compiled.plan_id, "--json").stdout)
     assert found["manifest"] == json.loads(json.dumps(dict(compiled.manifest)))
@@ -455,7 +453,7 @@ def test_explain_says_whether_a_request_is_supported_and_compiled(filled: Comman
     lines = out.stdout.splitlines()
     assert lines[0].endswith("not compiled yet")
     assert [line.partition(":")[0] for line in lines] == [
-        "supported" if row.kernel else "refused" for name in envelope.backends() for row in envelope.rows_for(name)
+        "supported" for name in envelope.backends() for row in envelope.rows_for(name)
     ]
 
 
@@ -567,7 +565,19 @@ def test_a_layer_that_cannot_be_read_is_named_and_exit_code_5(filled: Command, p
 def test_precompile_never_says_that_it_holds_what_it_does_not(command: Command, compiled: PlanFile) -> None:
     size = len(compiled.encode())
     limit = str(2 * size - 1)
-    out = command("precompile", "--topk", "128,256", "-j", "1", code=5, DSA_PLAN_CACHE_BYTES=limit)
+    out = command(
+        "precompile",
+        "--topk",
+        "128,256",
+        "--backend",
+        "default",
+        "--arch",
+        "sm_90a",
+        "-j",
+        "1",
+        code=5,
+        DSA_PLAN_CACHE_BYTES=limit,
+    )
     assert [row[-1] for row in rows(out.stdout)[1:3]] == ["built", "failed"]
     assert f"it does not fit into the layer's limit of {limit} bytes, beside {size} bytes of plans" in out.stderr
     assert len(json.loads(command("list", "--json").stdout)) == 1
