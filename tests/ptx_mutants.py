@@ -137,19 +137,31 @@ def named(pattern: str, places: tuple[str, ...], place: str) -> Site:
     return nth(pattern, places.index(place), of=len(places))
 
 
-def between(first: Site, last: Site, pattern: str) -> Site:
+def between(first: Site, end: Site, pattern: str) -> Site:
     """The statements that match, from one statement to another."""
 
     def found(text: Text, chance: random.Random) -> list[int]:
-        (start,), (stop,) = first(text, chance), last(text, chance)
+        (start,), (stop,) = first(text, chance), end(text, chance)
         return [n for n in text.matches(pattern) if start < n < stop]
 
     return found
 
 
-def one_of(site: Site) -> Site:
-    """One of these statements, by chance."""
-    return lambda text, chance: [chance.choice(site(text, chance))]
+def one_of(site: Site, *numbers: int, of: int = 0) -> Site:
+    """One of these statements, by chance; of those with these numbers, where some are given. As for ``nth``."""
+
+    def found(text: Text, chance: random.Random) -> list[int]:
+        lines = site(text, chance)
+        if of and len(lines) != of:
+            raise LookupError(f"{len(lines)} statements from line {lines[0] + 1} on, not {of}")
+        return [lines[chance.choice(numbers or range(len(lines)))]]
+
+    return found
+
+
+def last(site: Site, count: int) -> Site:
+    """So many of these statements, at the end."""
+    return lambda text, chance: site(text, chance)[-count:]
 
 
 def source(site: Site, *operands: int) -> Site:
@@ -334,6 +346,15 @@ DESCRIPTORS = {
 """The first wgmma that uses a descriptor, and which of its registers it is. Of S, that of the loop."""
 DESCRIPTOR_PARTS = {"start": (0, 13), "lbo": (16, 29), "sbo": (32, 45), "base": (49, 51), "swizzle": (62, 63)}
 
+
+def gating(pattern: str) -> Site:
+    """What matches where the loop goes from S to A, between the waits for the two."""
+    return between(nth(r"wgmma\.wait", 2, of=4), nth(r"wgmma\.wait", 3, of=4), pattern)
+
+
+LO = last(gating(r"sub\.f32"), 32)
+"""A - hi; d_weights has subtractions of its own before them."""
+
 TO_KEY = (1, 2, 1, 1)
 """From a copy over its address and its clamped key to the shuffle of keys."""
 STM_A = nth(STMATRIX, 8, part="math")
@@ -444,9 +465,9 @@ def _two_terms() -> Iterator[Mutant]:
     yield Mutant("hi-twice-dq", "hi in place of lo", lo_dq, put("512;", "0;"), v2=True)
     yield Mutant("hi-twice-dk", "hi in place of lo", lo_dk, put("512;", "0;"), v2=True)
     yield Mutant("terms-swapped-dk", "lo before hi", lo_dk, put("512;", "0;"), v2=True, also=(source(nth(MMA_DK, 0), -2), then("add.s64 R, R, 512;")))
-    yield Mutant("lo-sign", "lo is A + hi", span(r"sub\.f32", 32, 64, "math"), put("sub", "add"), v2=True)
-    yield Mutant("lo-is-a", "lo is A", span(r"sub\.f32", 32, 64, "math"), put(r"sub\.f32(\s+%\w+, %\w+), %\w+;", r"mov.b32\1;"), v2=True)
-    yield Mutant("lo-stale", "one lo is that of the tile before", nth(r"sub\.f32", *range(32, 64), of=64, part="math"), drop, v2=True)
+    yield Mutant("lo-sign", "lo is A + hi", LO, put("sub", "add"), v2=True)
+    yield Mutant("lo-is-a", "lo is A", LO, put(r"sub\.f32(\s+%\w+, %\w+), %\w+;", r"mov.b32\1;"), v2=True)
+    yield Mutant("lo-stale", "one lo is that of the tile before", one_of(LO), drop, v2=True)
     yield Mutant("lo-halves", "two neighbours of lo are exchanged", nth(r"cvt\.rn\.bf16x2", *range(16), part="math"), put(r", (%\w+), (%\w+);", r", \2, \1;"), v2=True)
     yield Mutant("lo-cut", "lo is cut in place of rounded", span(r"cvt\.rn\.bf16x2", 0, 16, "math"), CUT, v2=True)
     yield Mutant("hi-cut", "hi is cut in place of rounded, and lo makes up for it", span(r"cvt\.rn\.bf16\.f32", 32, 64, "math"), put(r"cvt\S+(\s+)(%\w+), (%\w+);", r"mov.b32\1{_, \2}, \3;"), v2=True)
@@ -605,10 +626,13 @@ def _values() -> Iterator[Mutant]:
     yield Mutant("dq-cut", "d_index_q is cut in place of rounded", between(wait("out-empty", "dq"), arrival("out-full", "dq"), r"cvt\.rn\.bf16x2"), CUT)
     yield Mutant("dq-cut-once", "one of 32 columns of d_index_q is cut", one_of(between(wait("out-empty", "dq"), arrival("out-full", "dq"), r"cvt\.rn\.bf16x2")), CUT)
     yield Mutant("dq-columns", "two columns of d_index_q are exchanged", one_of(between(wait("out-empty", "dq"), arrival("out-full", "dq"), r"cvt\.rn\.bf16x2")), put(r", (%\w+), (%\w+);", r", \2, \1;"))
-    yield Mutant("d-weights-butterfly", "a step of a sum over lanes doubles", any_of(BUTTERFLY), put(r", \d+, 31", ", 0, 31"))
-    yield Mutant("d-weights-lane-order", "the lanes are summed in another order", nth(BUTTERFLY, 0, of=4), put(", 1, 31", ", 2, 31"), also=(nth(BUTTERFLY, 1, of=4), put(", 2, 31", ", 1, 31")))
-    yield Mutant("d-weights-part", "a part of a tile's sum is left out", nth(r"add\.f32", 12, 13, 14, 16, 17, 18, of=20, part="math"), put(r", (%\w+), (%\w+);", r", \1, \1;"))
-    yield Mutant("d-weights-tile", "the sum of the last tile alone", nth(r"add\.f32", 15, 19, of=20, part="math"), put(r"add\.f32(\s+%\w+), %\w+, (%\w+);", r"mov.b32\1, \2;"))
+    yield Mutant("d-weights-butterfly", "a step of a sum over lanes doubles", nth(BUTTERFLY, 1, 3, 5, 7, of=8), put(r", \d+, 31", ", 0, 31"))
+    yield Mutant("d-weights-lane-order", "the lanes are summed in another order", span(BUTTERFLY, 0, 2), put(", 1, 31", ", 2, 31"), also=(span(BUTTERFLY, 2, 4), put(", 2, 31", ", 1, 31")))
+    yield Mutant("d-weights-part", "a part of a tile's sum is left out", one_of(gating(r"add\.f32"), 0, 1, 2, 6, 7, 8, of=12), put(r", (%\w+), (%\w+);", r", \1, \1;"))
+    yield Mutant("d-weights-tile", "a tile's sum is forgotten", below(nth(r"wgmma\.wait", 3, of=4), r"mov\.b32\s+%\w+, %\w+;"), drop)
+    yield Mutant("d-weights-lost", "what rounding loses of a sum is forgotten", one_of(gating(r"add\.f32"), 5, 11, of=12), drop)
+    yield Mutant("d-weights-lost-sign", "what rounding loses of a sum is lost twice", one_of(gating(r"add\.f32"), 5, 11, of=12), put(r"add(.*%\w+, %\w+, %\w+;)", r"sub\1"))
+    yield Mutant("d-weights-cut-scores", "what the tensor cores cut is not made up for", one_of(between(nth(r"wgmma\.commit", 3, of=4), nth(r"wgmma\.wait", 2, of=4), r"fma\.rn\.f32"), 0, 1, of=2), put(r"fma\S+(\s+%\w+), (%\w+), .*;", r"mov.b32\1, \2;"))
     yield Mutant("d-weights-reset", "a row's sum goes on in the next", below(nth(STORE_DW, 1, of=2, part="math"), r"mov\.b32\s+%\w+, 0f00000000"), drop)
     yield Mutant("d-weights-lanes", "all four lanes of a head store it", above(nth(STORE_DW, 0, of=2, part="math"), r"setp\.ne\.b32"), NEVER)
     yield Mutant("d-weights-head", "the second head is stored over the first", nth(STORE_DW, 1, of=2, part="math"), put(r"\+\d+", ""))
