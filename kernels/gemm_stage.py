@@ -12,10 +12,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+import cutlass.experimental.cuda as cuda
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute import arch
 
+from dsa_planner.kernels.hopper import LINE
+
 ROWS = ("static", "tickets", "in order")
+HEAD_ROWS = 64  # rows of S, d_index_q and A; with fewer heads the rest is computed and ignored
 
 
 class Work(NamedTuple):
@@ -46,12 +50,14 @@ class GemmStage:
 
     Args:
         rows: how rows go to workers.
+        head_dim: dims of a head.
         rings: by name, the stages of a ring, and the arrivals that fill and that empty one.
         workers: of a CTA; each has rings of its own.
     """
 
-    def __init__(self, rows: str, rings: dict[str, tuple[int, int, int]], workers: int = 1) -> None:
+    def __init__(self, rows: str, head_dim: int, rings: dict[str, tuple[int, int, int]], workers: int = 1) -> None:
         self.rows = rows
+        self.dims = head_dim
         self.rings = rings
         self.workers = workers
 
@@ -79,6 +85,37 @@ class GemmStage:
         if cutlass.const_expr(self.rows == "tickets"):
             return arch.shuffle_sync(drawn, 0) + workers
         return row + workers
+
+    @cute.jit
+    def mask(self, work, key_offset, ids, scores):
+        """The keys of slots and their g': -1 and 0 where the id is invalid."""
+        keys = cute.make_rmem_tensor(cute.size(ids), Int32)
+        grads = cute.make_rmem_tensor(cute.size(ids), Float32)
+        for e in cutlass.range_constexpr(cute.size(ids)):
+            valid = Uint32(ids[e]) < Uint32(work.id_limit)
+            keys[e] = ids[e] + key_offset if valid else Int32(-1)
+            grads[e] = scores[e] * work.sm_scale if valid else Float32(0.0)
+        return keys, grads
+
+    @cute.jit
+    def own_plane(self, tensors):
+        """Where the CTA adds d_index_k, if rows go in order: CTA 0 to the output."""
+        block, _, _ = arch.block_idx()
+        address = tensors.dk_accum.toint()
+        if block > 0:
+            address = (tensors.planes + Int64(block - 1) * tensors.keys * self.dims).toint()
+        return cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+
+    @cute.jit
+    def zero(self, plane, lane, keys):
+        """Zero the lane's four columns of some keys; by the thread that will add to them, so that nothing else has to
+        order the two.
+        """
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        first, end, step = keys
+        for key in cutlass.range(first, end, step, unroll=1):
+            cute.autovec_copy(zeros, aligned(plane + (Int64(key) * self.dims + lane * 4)))
 
     # --- rings -----------------------------------------------------------------------------------------------------
 
@@ -109,6 +146,18 @@ class GemmStage:
         stages = self.rings[name][0]
         arch.mbarrier_wait(self.empty(shared, name, count, worker), ((count // stages) & 1) ^ 1)
 
+    @cute.jit
+    def arrive_full(self, shared, name: cutlass.Constexpr, count, worker=0):
+        """This warp has filled a stage."""
+        with arch.elect_one():
+            arch.mbarrier_arrive(self.full(shared, name, count, worker))
+
+    @cute.jit
+    def arrive_empty(self, shared, name: cutlass.Constexpr, count, worker=0):
+        """This warp is done with a stage."""
+        with arch.elect_one():
+            arch.mbarrier_arrive(self.empty(shared, name, count, worker))
+
     def full(self, shared, name, count, worker=0):
         stages = self.rings[name][0]
         return getattr(shared, name).data_ptr() + (worker * 2 * stages + count % stages)
@@ -121,6 +170,28 @@ class GemmStage:
         """The stage for ``count``, among those of all workers."""
         stages = self.rings[name][0]
         return worker * stages + count % stages
+
+
+def lines_map(pointer: cute.Pointer, dims: int, extent: Int32, lines: int):
+    """The tensor map of a bf16 matrix of ``extent`` rows of ``dims``, in boxes of one line of each of ``lines``."""
+    return cuda.create_tensor_map_tiled(
+        global_address=pointer.toint(),
+        dtype=BFloat16,
+        global_dims=[dims, extent],
+        global_strides=[dims * 2 // 16],
+        box_dims=[LINE, lines],
+        swizzle=cuda.TensorMapSwizzle.s128b,
+    )
+
+
+def place(warp, lane, n):
+    """Where a lane's row of the four matrices of columns 16 n to 16 n + 15 starts in a tile of HEAD_ROWS, in elements.
+
+    The matrices are rows + 8 (m % 2), columns + 8 (m // 2) of the warp's 16 rows; lane 8 m + r gives row r of matrix m.
+    """
+    line = warp * 16 + lane % 8 + 8 * (lane // 8 % 2)
+    chunk = 2 * n % 8 + lane // 16
+    return 2 * n // 8 * (HEAD_ROWS * LINE) + line * LINE + (chunk ^ (lane % 8)) * 8
 
 
 def add_exactly(sums, j, value):

@@ -40,16 +40,25 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as cuda
 import cutlass.memory
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute import arch
 
 from dsa_planner.kernels import blackwell, hopper
 from dsa_planner.kernels.blackwell import TMEM_COLUMNS, TMEM_LANE
-from dsa_planner.kernels.gemm_stage import GemmStage, GlobalTensors, Work, add_exactly, aligned, sum_over_lanes
+from dsa_planner.kernels.gemm_stage import (
+    HEAD_ROWS,
+    GemmStage,
+    GlobalTensors,
+    Work,
+    add_exactly,
+    aligned,
+    lines_map,
+    place,
+    sum_over_lanes,
+)
 from dsa_planner.kernels.hopper import LINE, LINE_BYTES
 
 TILE = 128  # slots
-HEAD_ROWS = 64  # rows of S, d_index_q and A; with fewer heads the rest is computed and ignored
 GATE_WARPS = 4
 DRAIN_WARPS = 4
 PRODUCER_WARP = GATE_WARPS + DRAIN_WARPS
@@ -107,7 +116,6 @@ class Gradients(GemmStage):
     def __init__(self, topk: int, heads: int, head_dim: int, terms: int, d_weights: type, rows: str) -> None:
         self.topk = topk
         self.heads = heads
-        self.dims = head_dim
         self.terms = terms
         # Sums over dims that S is made of. The kernel that goes in order has no registers for a second one.
         self.chains = 2 if d_weights is Float32 and rows != "in order" else 1
@@ -127,29 +135,15 @@ class Gradients(GemmStage):
             "dq": (DQ_STAGES, 1, self.gate_warps),
             "dk": (DK_STAGES, 1, DRAIN_WARPS),
         }
-        super().__init__(rows, rings)
+        super().__init__(rows, head_dim, rings)
 
     def arguments(self, tensors: GlobalTensors, extent: Int32):
         """Of a launch: the tensor maps and pointers with which each kernel begins."""
         return (
-            *self.tensor_maps(tensors.index_q, tensors.index_k, extent), tensors.weights, tensors.score_grad,
-            tensors.topk_indices, tensors.d_index_q, tensors.d_weights, tensors.dk_accum,
+            lines_map(tensors.index_q, self.dims, extent, HEAD_ROWS), lines_map(tensors.index_k, self.dims, extent, 1),
+            tensors.weights, tensors.score_grad, tensors.topk_indices, tensors.d_index_q, tensors.d_weights,
+            tensors.dk_accum,
         )  # fmt: skip
-
-    def tensor_maps(self, index_q: cute.Pointer, index_k: cute.Pointer, extent: Int32):
-        """Q in boxes of one line of each of 64 heads, K in boxes of one line."""
-
-        def over(pointer: cute.Pointer, lines: int):
-            return cuda.create_tensor_map_tiled(
-                global_address=pointer.toint(),
-                dtype=BFloat16,
-                global_dims=[self.dims, extent],
-                global_strides=[self.dims * 2 // 16],
-                box_dims=[LINE, lines],
-                swizzle=cuda.TensorMapSwizzle.s128b,
-            )
-
-        return over(index_q, HEAD_ROWS), over(index_k, 1)
 
     # --- kernels ---------------------------------------------------------------------------------------------------
 
@@ -321,12 +315,7 @@ class Gradients(GemmStage):
             self.load_q(shared, tensors, row, row_count)
             key_offset = (row // work.s_q) * work.id_offset
             for tile in cutlass.range(self.row_tiles, unroll=1):
-                keys = cute.make_rmem_tensor(4, Int32)
-                grads = cute.make_rmem_tensor(4, Float32)
-                for e in cutlass.range_constexpr(4):
-                    valid = Uint32(ids[e]) < Uint32(work.id_limit)
-                    keys[e] = ids[e] + key_offset if valid else Int32(-1)
-                    grads[e] = scores[e] * work.sm_scale if valid else Float32(0.0)
+                keys, grads = self.mask(work, key_offset, ids, scores)
                 # The next tile's ids and gradients travel while this tile waits for its stages.
                 then_tile, then_row = tile + 1, row
                 if then_tile == self.row_tiles:
@@ -394,8 +383,7 @@ class Gradients(GemmStage):
         if lane == 0:
             (shared.rows.data_ptr() + tile_count % TILE_STAGES).store(row)
         arch.sync_warp()
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.full(shared, "tile", tile_count))
+        self.arrive_full(shared, "tile", tile_count)
 
     @cute.jit
     def row_of(self, shared, tile_count):
@@ -437,8 +425,7 @@ class Gradients(GemmStage):
         """S = Q K^T, 64 heads x 128 slots, over the dims."""
         self.wait_full(shared, "tile", count)
         arch.sync_warp()  # every lane has read the tile's row
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.empty(shared, "tile", count))
+        self.arrive_empty(shared, "tile", count)
         self.wait_full(shared, "q", row)
         self.wait_full(shared, "k", count)
         self.wait_empty(shared, "s", count)
@@ -546,8 +533,7 @@ class Gradients(GemmStage):
             s = [s[e] + other[e] for e in range(TILE // 2)]
         blackwell.fence_before_sync()
         arch.sync_warp()
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.empty(shared, "s", count))
+        self.arrive_empty(shared, "s", count)
         self.wait_empty(shared, "a", count)
         grads = shared.grads.data_ptr() + (count % TILE_STAGES * TILE + 2 * (lane % 4))
         part = cute.make_rmem_tensor(8, Float32)
@@ -569,7 +555,7 @@ class Gradients(GemmStage):
                         low, high = hopper.widen_pair(hi)
                         words[1].append(hopper.round_pair(a[0] - low, a[1] - high))
             for term in cutlass.range_constexpr(self.terms):
-                target = self.a_tile(shared, count, term) + a_place(warp, lane, n)
+                target = self.a_tile(shared, count, term) + place(warp, lane, n)
                 hopper.store_matrices(target, *words[term])
         for j in cutlass.range_constexpr(2):
             add_exactly(dw, j, (part[4 * j] + part[4 * j + 1]) + (part[4 * j + 2] + part[4 * j + 3]))
@@ -596,8 +582,7 @@ class Gradients(GemmStage):
         blackwell.fence_before_sync()
         arch.cp_async_bulk_wait_group(0, read=True)  # the lanes that stored the last row: it has been read
         arch.sync_warp()
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.empty(shared, "dq", row_count))
+        self.arrive_empty(shared, "dq", row_count)
         stage = shared.dq_stage.data_ptr() + warp * (16 * DQ_PITCH)
         matrix_row = lane % 8 + 8 * (lane // 8 % 2)
         for n in cutlass.range_constexpr(self.dims // 16):
@@ -628,8 +613,7 @@ class Gradients(GemmStage):
             dk = blackwell.load_rows(tmem + DK_START + count % DK_STAGES * self.dims, self.dims)
             blackwell.fence_before_sync()
             arch.sync_warp()
-            with arch.elect_one():
-                arch.mbarrier_arrive(self.empty(shared, "dk", count))
+            self.arrive_empty(shared, "dk", count)
             if cutlass.const_expr(self.rows == "in order"):
                 self.barrier()  # all four warps have added the last tile's rows
             else:
@@ -647,8 +631,7 @@ class Gradients(GemmStage):
                     hopper.bulk_add(plane + Int64(key) * self.dims, stage, 4 * self.dims)
                 arch.cp_async_bulk_commit_group()
             arch.sync_warp()
-            with arch.elect_one():
-                arch.mbarrier_arrive(self.empty(shared, "tile", count))
+            self.arrive_empty(shared, "tile", count)
             count += 1
         arch.cp_async_bulk_wait_group(0)
 
@@ -658,16 +641,9 @@ class Gradients(GemmStage):
         if cutlass.const_expr(self.rows != "in order"):
             return tensors.dk_accum
         block, _, _ = arch.block_idx()
-        address = tensors.dk_accum.toint()
+        plane = self.own_plane(tensors)
         if block > 0:
-            address = (tensors.planes + Int64(block - 1) * tensors.keys * self.dims).toint()
-        plane = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
-        if block > 0:
-            zeros = cute.make_rmem_tensor(4, Float32)
-            zeros.fill(0.0)
-            # By the thread that will add to it, so nothing else has to order the two.
-            for key in cutlass.range(quarter, tensors.keys, DRAIN_WARPS, unroll=1):
-                cute.autovec_copy(zeros, aligned(plane + (Int64(key) * self.dims + lane * 4)))
+            self.zero(plane, lane, (quarter, tensors.keys, DRAIN_WARPS))
         return plane
 
     @cute.jit
@@ -694,13 +670,3 @@ class Gradients(GemmStage):
 
 for _kernel in (Gradients.kernel, Gradients.kernel_with_tickets, Gradients.kernel_in_order):
     _kernel.set_name_prefix("dsa_gradients", remove_cutlass_symbol=True, keep_mangled_name=False)
-
-
-def a_place(warp, lane, n):
-    """Where a lane's row of the four matrices of columns 16 n to 16 n + 15 of A starts, in elements.
-
-    The matrices are heads + 8 (m % 2), slots + 8 (m // 2) of the warp's; lane 8 m + r gives row r of matrix m.
-    """
-    line = warp * 16 + lane % 8 + 8 * (lane // 8 % 2)
-    chunk = 2 * n % 8 + lane // 16
-    return 2 * n // 8 * (HEAD_ROWS * LINE) + line * LINE + (chunk ^ (lane % 8)) * 8

@@ -52,7 +52,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
 
 from dsa_planner.kernels import hopper
-from dsa_planner.kernels.gemm_stage import GemmStage, GlobalTensors, Work, add_exactly, aligned, sum_over_lanes
+from dsa_planner.kernels.gemm_stage import (
+    HEAD_ROWS,
+    GemmStage,
+    GlobalTensors,
+    Work,
+    add_exactly,
+    aligned,
+    lines_map,
+    place,
+    sum_over_lanes,
+)
 from dsa_planner.kernels.hopper import LINE
 
 WORKERS = 2  # a CTA
@@ -62,7 +72,6 @@ MATH_WARPS = 4  # a worker
 HELPERS = WORKERS * (GATHER_WARPS + DRAIN_WARPS)
 THREADS = 32 * (HELPERS + WORKERS * MATH_WARPS)
 TILE = 64  # slots
-HEAD_ROWS = 64  # rows of S, d_index_q and A; with fewer heads the rest is computed and ignored
 Q_STAGES = 2
 K_STAGES = 2
 OUT_STAGES = 2
@@ -110,7 +119,6 @@ class Gradients(GemmStage):
     def __init__(self, topk: int, heads: int, head_dim: int, terms: int, d_weights: type, rows: str) -> None:
         self.topk = topk
         self.heads = heads
-        self.dims = head_dim
         self.terms = terms
         self.d_weights = d_weights
         self.row_tiles = topk // TILE
@@ -125,29 +133,15 @@ class Gradients(GemmStage):
             "a": (1, MATH_WARPS, 1),
             "out": (OUT_STAGES, MATH_WARPS, DRAIN_WARPS),
         }
-        super().__init__(rows, rings, WORKERS)
+        super().__init__(rows, head_dim, rings, WORKERS)
 
     def arguments(self, tensors: GlobalTensors, extent: Int32):
         """Of a launch: the tensor maps and pointers with which each kernel begins."""
         return (
-            *self.tensor_maps(tensors.index_q, tensors.d_index_q, extent), tensors.weights, tensors.index_k,
-            tensors.score_grad, tensors.topk_indices, tensors.d_weights, tensors.dk_accum,
+            *[lines_map(q, self.dims, extent, self.heads) for q in (tensors.index_q, tensors.d_index_q)],
+            tensors.weights, tensors.index_k, tensors.score_grad, tensors.topk_indices, tensors.d_weights,
+            tensors.dk_accum,
         )  # fmt: skip
-
-    def tensor_maps(self, index_q: cute.Pointer, d_index_q: cute.Pointer, extent: Int32):
-        """Q and its gradient, in boxes of one line of each head."""
-
-        def over(pointer: cute.Pointer):
-            return cuda.create_tensor_map_tiled(
-                global_address=pointer.toint(),
-                dtype=BFloat16,
-                global_dims=[self.dims, extent],
-                global_strides=[self.dims * 2 // 16],
-                box_dims=[LINE, self.heads],
-                swizzle=cuda.TensorMapSwizzle.s128b,
-            )
-
-        return over(index_q), over(d_index_q)
 
     # --- kernels ---------------------------------------------------------------------------------------------------
 
@@ -329,12 +323,7 @@ class Gradients(GemmStage):
             self.load_q(shared, worker, tensors, row, row_count)
             key_offset = (row // work.s_q) * work.id_offset
             for tile in cutlass.range(self.row_tiles, unroll=1):
-                keys = cute.make_rmem_tensor(2, Int32)
-                grads = cute.make_rmem_tensor(2, Float32)
-                for e in cutlass.range_constexpr(2):
-                    valid = Uint32(ids[e]) < Uint32(work.id_limit)
-                    keys[e] = ids[e] + key_offset if valid else Int32(-1)
-                    grads[e] = scores[e] * work.sm_scale if valid else Float32(0.0)
+                keys, grads = self.mask(work, key_offset, ids, scores)
                 # The next tile's ids and gradients travel while this tile waits for its stage.
                 then_tile, then_row = tile + 1, row
                 if then_tile == self.row_tiles:
@@ -428,8 +417,7 @@ class Gradients(GemmStage):
         arch.cp_async_wait_group(0)
         arch.fence_proxy("async.shared", space="cta")  # cp.async writes through the generic proxy
         arch.sync_warp()
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.full(shared, "k", count, worker))
+        self.arrive_full(shared, "k", count, worker)
 
     # --- math ------------------------------------------------------------------------------------------------------
 
@@ -593,7 +581,7 @@ class Gradients(GemmStage):
 
     @cute.jit
     def hand_over_dq(self, shared, worker, out_count, dq, warp, lane):
-        """d_index_q of a row to the drain warp."""
+        """d_index_q of a row to the drain warps."""
         out = self.claim(shared, worker, out_count)
         self.stage_dq(cute.recast_ptr(out, dtype=BFloat16), dq, warp, lane)
         self.hand_over(shared, worker, out_count)
@@ -613,10 +601,9 @@ class Gradients(GemmStage):
 
     @cute.jit
     def hand_over(self, shared, worker, out_count):
-        """Let the drain warp have what this warp has stored in a stage of ``out``."""
+        """Let the drain warps have what this warp has stored in a stage of ``out``."""
         arch.sync_warp()
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.full(shared, "out", out_count, worker))
+        self.arrive_full(shared, "out", out_count, worker)
 
     @cute.jit
     def release(self, shared, name: cutlass.Constexpr, worker, count):
@@ -759,8 +746,7 @@ class Gradients(GemmStage):
         """Give back a stage of ``out``, once it has been read."""
         arch.cp_async_bulk_wait_group(0, read=True)
         arch.sync_warp()
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.empty(shared, "out", out_count, worker))
+        self.arrive_empty(shared, "out", out_count, worker)
 
     @cute.jit
     def plane(self, tensors, worker, part, lane):
@@ -768,16 +754,9 @@ class Gradients(GemmStage):
         if cutlass.const_expr(self.rows != "in order"):
             return tensors.dk_accum
         block, _, _ = arch.block_idx()
-        address = tensors.dk_accum.toint()
-        if block > 0:
-            address = (tensors.planes + Int64(block - 1) * tensors.keys * self.dims).toint()
-        plane = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+        plane = self.own_plane(tensors)
         if block > 0 and worker == 0 and part == 0:
-            zeros = cute.make_rmem_tensor(4, Float32)
-            zeros.fill(0.0)
-            # By the thread that will add to it, so nothing else has to order the two.
-            for key in cutlass.range(tensors.keys, unroll=1):
-                cute.autovec_copy(zeros, aligned(plane + (Int64(key) * self.dims + lane * 4)))
+            self.zero(plane, lane, (0, tensors.keys, 1))
         return plane
 
     @cute.jit
@@ -815,13 +794,3 @@ def gemm(op, accumulator, terms, b, steps, accumulate):
 def view(memory, layout):
     """The tensor that a swizzled layout makes of a shared-memory range."""
     return cute.make_tensor(cute.recast_ptr(memory.data_ptr(), layout.inner), layout.outer)
-
-
-def place(warp, lane, n):
-    """Where a lane's row of the four matrices of columns 16 n to 16 n + 15 starts in a tile of 64 heads, in elements.
-
-    The matrices are heads + 8 (m % 2), columns + 8 (m // 2) of the warp's; lane 8 m + r gives row r of matrix m.
-    """
-    line = warp * 16 + lane % 8 + 8 * (lane // 8 % 2)
-    chunk = 2 * n % 8 + lane // 16
-    return 2 * n // 8 * (HEAD_ROWS * LINE) + line * LINE + (chunk ^ (lane % 8)) * 8
