@@ -16,6 +16,7 @@ import pytest
 from cuda.bindings import driver as real
 
 from dsa_planner import cubin as cubin_reader
+from dsa_planner.launch_record import LaunchRecord
 
 SUCCESS = real.CUresult.CUDA_SUCCESS
 CONTEXT = 0xC0
@@ -159,3 +160,14 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     monkeypatch.setattr(operators, "_plans", {})
     monkeypatch.setattr(streams, "_current_handle", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+
+
+def by_name(launch: Launch, record: LaunchRecord) -> dict[str, Any]:
+    """The parameter values of a launch under their names in the record; a tensor map as (address, number of its encoding)."""
+    kernel = next(kernel for kernel in record.kernels if f"dsa_{kernel.name}_" in launch.symbol)
+    forms = {"pointer": "<Q", "int32": "<i", "float32": "<f", "tensor_map": "<QQ112x"}
+    values: dict[str, Any] = {}
+    for parameter, data in zip(kernel.parameters, launch.parameters, strict=True):
+        unpacked = struct.unpack(forms[parameter.type], data)
+        values[parameter.name] = unpacked if parameter.type == "tensor_map" else unpacked[0]
+    return values

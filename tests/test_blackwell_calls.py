@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import dsa_planner  # noqa: E402
 from dsa_planner import envelope  # noqa: E402
 from dsa_planner.cache.writable import WritableLayer  # noqa: E402
 from dsa_planner.compiler import compile_plan  # noqa: E402
-from dsa_planner.launch_record import LaunchRecord  # noqa: E402
 
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"backend": "sm100_v2", "d_weights": "fp32"},
@@ -57,17 +55,6 @@ def blackwell_call(dk_dtype: torch.dtype, s_q: int = 50, s_k: int = 77, heads: i
     }
 
 
-def by_name(launch: fake_driver.Launch, record: LaunchRecord) -> dict[str, Any]:
-    """The parameter values of a launch under their names; a tensor map as (address, number of its encoding)."""
-    kernel = next(kernel for kernel in record.kernels if f"dsa_{kernel.name}_" in launch.symbol)
-    forms = {"pointer": "<Q", "int32": "<i", "float32": "<f", "tensor_map": "<QQ112x"}
-    values: dict[str, Any] = {}
-    for parameter, data in zip(kernel.parameters, launch.parameters, strict=True):
-        unpacked = struct.unpack(forms[parameter.type], data)
-        values[parameter.name] = unpacked if parameter.type == "tensor_map" else unpacked[0]
-    return values
-
-
 @pytest.mark.parametrize("dk_dtype", [torch.bfloat16, torch.float32])
 def test_every_launch_has_a_ticket_of_its_own_and_stage_1_zeroes_it(
     b200: fake_driver.FakeDriver, dk_dtype: torch.dtype
@@ -79,7 +66,7 @@ def test_every_launch_has_a_ticket_of_its_own_and_stage_1_zeroes_it(
     workspace = torch.empty(accumulator + 256, dtype=torch.uint8)
     plan.launch(**tensors, workspace=workspace, stream=7)
     record = plan._record
-    score_grad, gradients, *rounding = (by_name(launch, record) for launch in b200.launches)
+    score_grad, gradients, *rounding = (fake_driver.by_name(launch, record) for launch in b200.launches)
     assert score_grad["ticket"] == gradients["ticket"] == workspace.data_ptr() + accumulator
     assert len(rounding) == (dk_dtype is torch.bfloat16)
     assert [launch.grid for launch in b200.launches][:2] == [19, 148]
@@ -100,7 +87,9 @@ def test_two_launches_share_nothing_that_they_write(b200: fake_driver.FakeDriver
         b200.launches.clear()
         plan.launch(**calls[stream - 7], workspace=workspaces[stream - 7], stream=stream)
         assert {launch.stream for launch in b200.launches} == {stream}
-        values = {name: value for launch in b200.launches for name, value in by_name(launch, record).items()}
+        values = {
+            name: value for launch in b200.launches for name, value in fake_driver.by_name(launch, record).items()
+        }
         outputs = ("attn_score", "d_index_q", "d_weights", "d_index_k", "dk_accum", "ticket")
         written.append({values[name] for name in outputs})
         assert len(written[-1]) == len(outputs)
@@ -117,7 +106,7 @@ def test_a_reproducible_d_index_k_is_the_sum_of_planes(b200: fake_driver.FakeDri
         tensors = blackwell_call(dk_dtype)
         plan.launch(**tensors, workspace=torch.empty(128 * (plane + 256), dtype=torch.uint8), stream=7)
         assert [launch.grid for launch in b200.launches] == [19, 128, 29]
-        _, gradients, total = (by_name(launch, record) for launch in b200.launches)
+        _, gradients, total = (fake_driver.by_name(launch, record) for launch in b200.launches)
         assert f"dsa_{last}_" in b200.launches[2].symbol
         assert (total["workers"], total["keys"], total["d_index_k"]) == (128, 231, tensors["d_index_k"].data_ptr())
         assert gradients["dk_planes"] == total["dk_planes"]

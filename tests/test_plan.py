@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,6 @@ def outputs(case: dsa_cases.Case, dk_dtype: torch.dtype = torch.float32) -> dict
     }
 
 
-def by_name(launch: fake_driver.Launch, record: LaunchRecord) -> dict[str, Any]:
-    """The parameter values of a launch under their names in the record; a tensor map as (address, number of its encoding)."""
-    kernel = next(kernel for kernel in record.kernels if f"dsa_{kernel.name}_" in launch.symbol)
-    forms = {"pointer": "<Q", "int32": "<i", "float32": "<f", "tensor_map": "<QQ112x"}
-    values: dict[str, Any] = {}
-    for parameter, data in zip(kernel.parameters, launch.parameters, strict=True):
-        unpacked = struct.unpack(forms[parameter.type], data)
-        values[parameter.name] = unpacked if parameter.type == "tensor_map" else unpacked[0]
-    return values
-
-
 def test_a_launch_hands_every_kernel_its_parameters(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
     plan = dsa_planner.load_plan(128)
     case = dsa_cases.make(3, 50, 77, 128, loss_coeff=3.0)
@@ -70,7 +58,7 @@ def test_a_launch_hands_every_kernel_its_parameters(fake: fake_driver.FakeDriver
     address = {name: tensor.data_ptr() for name, tensor in tensors.items()} | {"dk_accum": workspace.data_ptr()}
     numbers = {"rows": 150, "keys": 231, "s_q": 50, "id_limit": 77, "id_offset": 77}
     for launch in fake.launches:
-        for name, value in by_name(launch, record).items():
+        for name, value in fake_driver.by_name(launch, record).items():
             if name == "sm_scale":
                 assert value == 0.5
             elif name == "loss_scale":
@@ -99,13 +87,13 @@ def test_an_fp32_d_index_k_is_the_accumulator_and_needs_no_rounding(
     assert len(fake.launches) == 2
     record = LaunchRecord.parse(compiled.launch)
     for launch in fake.launches:
-        assert by_name(launch, record)["dk_accum"] == tensors["d_index_k"].data_ptr()
+        assert fake_driver.by_name(launch, record)["dk_accum"] == tensors["d_index_k"].data_ptr()
 
 
 def test_global_ids_have_one_limit_and_no_offset(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
     case = dsa_cases.make(3, 5, 11, 128)
     dsa_planner.load_plan(128).launch(**case.inputs(), **outputs(case), topk_indices_global=True)
-    values = by_name(fake.launches[1], LaunchRecord.parse(compiled.launch))
+    values = fake_driver.by_name(fake.launches[1], LaunchRecord.parse(compiled.launch))
     assert (values["id_limit"], values["id_offset"]) == (33, 0)
 
 
@@ -118,7 +106,7 @@ def test_what_changes_between_launches_is_packed_again(fake: fake_driver.FakeDri
     def launched(given: dict[str, torch.Tensor], **scalars: Any) -> dict[str, Any]:
         fake.launches.clear()
         plan.launch(**given, **scalars)
-        values = [by_name(launch, record) | {"stream": launch.stream} for launch in fake.launches[:2]]
+        values = [fake_driver.by_name(launch, record) | {"stream": launch.stream} for launch in fake.launches[:2]]
         return values[0] | values[1]
 
     start = launched(tensors)
@@ -187,7 +175,7 @@ def test_a_refused_launch_leaves_nothing_behind(fake: fake_driver.FakeDriver, co
     case = dsa_cases.make(1, 6, 20, 128)
     given = {**case.inputs(), **outputs(case)}
     plan.launch(**given)
-    first = [by_name(launch, record) for launch in fake.launches]
+    first = [fake_driver.by_name(launch, record) for launch in fake.launches]
     encode = fake.cuTensorMapEncodeTiled
 
     def fail(*arguments: Any) -> tuple[Any, ...]:
@@ -205,7 +193,7 @@ def test_a_refused_launch_leaves_nothing_behind(fake: fake_driver.FakeDriver, co
             plan.launch(**given, **wrong)
     fake.launches.clear()
     plan.launch(**given)
-    again = [by_name(launch, record) for launch in fake.launches]
+    again = [fake_driver.by_name(launch, record) for launch in fake.launches]
     for before, after in zip(first, again, strict=True):
         for name in ("index_q", "d_index_q"):  # encoded again, so with another number
             before.pop(name, None), after.pop(name, None)
@@ -285,7 +273,7 @@ def test_threads_launch_one_plan_at_once(fake: fake_driver.FakeDriver, compiled:
     assert len(fake.launches) == 6 * 50 * 2
     for launch in fake.launches:
         number = launch.stream - 100
-        values = by_name(launch, record)
+        values = fake_driver.by_name(launch, record)
         assert values["rows"] == 3 + number
         assert values["attn_score"] == given[number]["attn_score"].data_ptr()
 
