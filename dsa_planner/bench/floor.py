@@ -26,7 +26,18 @@ THREADS = 256
 SHARED_BYTES = 128 << 10
 """More than half of an SM's, so that a CTA has its SM alone; 32 KiB of it are used."""
 
-PTX = """\
+# Draws the next row: a step of xorshift of the seed %r6, scaled to the %r1 rows.
+_DRAW = """\
+    shl.b32 %r12, %r6, 13;
+    xor.b32 %r6, %r6, %r12;
+    shr.u32 %r12, %r6, 17;
+    xor.b32 %r6, %r6, %r12;
+    shl.b32 %r12, %r6, 5;
+    xor.b32 %r6, %r6, %r12;
+    mul.hi.u32 %r13, %r6, %r1;
+"""
+
+PTX = f"""\
 .version 8.1
 .target sm_90
 .address_size 64
@@ -41,7 +52,7 @@ PTX = """\
     .param .u32 pairs
 )
 .maxntid 256, 1, 1
-{
+{{
     .reg .pred %p<4>;
     .reg .b32 %r<20>;
     .reg .b64 %a<6>;
@@ -72,14 +83,7 @@ PTX = """\
 gather_pass:
     setp.ge.u32 %p2, %r11, %r10;
     @%p2 bra gathered;
-    shl.b32 %r12, %r6, 13;
-    xor.b32 %r6, %r6, %r12;
-    shr.u32 %r12, %r6, 17;
-    xor.b32 %r6, %r6, %r12;
-    shl.b32 %r12, %r6, 5;
-    xor.b32 %r6, %r6, %r12;
-    mul.hi.u32 %r13, %r6, %r1;
-    mul.wide.u32 %a3, %r13, 256;
+{_DRAW}    mul.wide.u32 %a3, %r13, 256;
     add.u64 %a3, %a1, %a3;
     and.b32 %r14, %r11, 15;
     shl.b32 %r14, %r14, 11;
@@ -110,21 +114,14 @@ add_rows:
 add_pass:
     setp.ge.u32 %p2, %r11, %r10;
     @%p2 bra added;
-    shl.b32 %r12, %r6, 13;
-    xor.b32 %r6, %r6, %r12;
-    shr.u32 %r12, %r6, 17;
-    xor.b32 %r6, %r6, %r12;
-    shl.b32 %r12, %r6, 5;
-    xor.b32 %r6, %r6, %r12;
-    mul.hi.u32 %r13, %r6, %r1;
-    mul.wide.u32 %a3, %r13, 512;
+{_DRAW}    mul.wide.u32 %a3, %r13, 512;
     add.u64 %a3, %a4, %a3;
-    red.global.add.v4.f32 [%a3], {%f1, %f1, %f1, %f1};
+    red.global.add.v4.f32 [%a3], {{%f1, %f1, %f1, %f1}};
     add.u32 %r11, %r11, 1;
     bra add_pass;
 added:
     ret;
-}
+}}
 """
 
 

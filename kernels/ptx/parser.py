@@ -34,24 +34,7 @@ from dsa_planner.kernels.ptx.syntax import (
     quoted,
 )
 
-__all__ = [
-    "MOST_CHARACTERS",
-    "MOST_LINES",
-    "MOST_REGISTERS",
-    "Immediate",
-    "Instruction",
-    "Kernel",
-    "Memory",
-    "Module",
-    "Pair",
-    "Parameter",
-    "PtxError",
-    "Register",
-    "Shared",
-    "Symbol",
-    "Vector",
-    "parse",
-]
+__all__ = ["MOST_CHARACTERS", "MOST_LINES", "MOST_REGISTERS", "PtxError", "parse"]
 
 MOST_CHARACTERS, MOST_LINES, MOST_REGISTERS = 1 << 24, 1 << 18, 1 << 17
 """Limits of a unit, and of a kernel's registers: ten times and more what the largest plan has."""
