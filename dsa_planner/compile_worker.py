@@ -9,8 +9,9 @@ reads CUTE_DSL_* variables that change what it generates. So each compilation ha
 environment of its own; the parent has removed those variables.
 
 ptxas numbers some registers in the order of addresses (default for sm_100f at topk 128 came out in two ways), so the
-process runs without address space randomisation. Where that is forbidden, as in containers with Docker's default
-seccomp profile, such plans may differ between builds in those numbers.
+process runs without address space randomisation: builds by one installation agree. Where that is forbidden, as in
+containers with Docker's default seccomp profile, and between installations in different folders, such a plan may differ
+in those numbers.
 """
 
 import contextlib

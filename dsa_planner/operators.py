@@ -278,9 +278,8 @@ def _rows_for_device(backend: str, ordinal: int) -> tuple[envelope.Support, ...]
 
 
 def _load(request: Mapping[str, Any], ordinal: int) -> Plan:
-    _first_row(
-        request, ordinal
-    )  # before the device and before any cache, so that a wrong value is refused the same way always
+    # Before the device and before any cache, so that a wrong value is refused the same way always.
+    _first_row(request, ordinal)
     key = ("config", ordinal, *sorted(request.items()))
     with _lock:
         plan = _plans.get(key)

@@ -186,22 +186,29 @@ class Plan:
             block = self._blocks.pop()
         except IndexError:
             block = Block(self._layout)
-        arguments = (shape, addresses, sm_scale, loss_coeff, stream)
+        launch = (block, shape, tensors, addresses, sm_scale, loss_coeff, stream)
         # A thread that has not used the GPU yet has no context, and without one not even a tensor map can be encoded.
         if int(call("reading the current context", cu.cuCtxGetCurrent())) == self._target.context_address:
-            self._launch_block(block, arguments, tensors)
+            self._launch_block(*launch)
         else:
             with self._target.current():
-                self._launch_block(block, arguments, tensors)
+                self._launch_block(*launch)
 
     def _launch_block(
-        self, block: Block, arguments: tuple[Shape, list[int], float, float, int], tensors: Tensors
+        self,
+        block: Block,
+        shape: Shape,
+        tensors: Tensors,
+        addresses: list[int],
+        sm_scale: float,
+        loss_coeff: float,
+        stream: int,
     ) -> None:
-        block.pack(*arguments)
+        block.pack(shape, addresses, sm_scale, loss_coeff, stream)
         try:
             # Autograd counts writes, to notice that a tensor which it saved has changed since.
             self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
-            self._launch_kernels(block, arguments[0])
+            self._launch_kernels(block, shape)
         finally:
             self._blocks.append(block)
 
