@@ -15,6 +15,7 @@ from typing import Any
 
 from dsa_planner.arguments import Tensors, check_addresses, check_alignment, check_overlap
 from dsa_planner.driver import call, cu
+from dsa_planner.launch_graph import LaunchGraph
 from dsa_planner.launch_record import PARAMETER_BYTES, TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
 
 __all__ = ["Block", "BlockLayout", "Shape", "workspace_bytes"]
@@ -82,7 +83,7 @@ class Shape:
         grids = [(index, kernel.grid(self.values)) for index, kernel in kernels]
         self.grids = [(index, grid) for index, grid in grids if grid]
         """(kernel, CTAs) of the kernels that have something to do, in launch order."""
-        self.kernels = [index for index, _ in self.grids]
+        self.kernels = tuple(index for index, _ in self.grids)
 
     def _places(self, buffers: Sequence[Buffer], call_facts: Mapping[str, str]) -> dict[str, tuple[int, int]]:
         """Where each tensor and buffer lies: (position among the launch's addresses, byte offset from it)."""
@@ -196,7 +197,7 @@ class Block:
 
     Used by one launch at a time, and thrown away by one whose packing failed: what it then holds is unknown.
     ``parameters`` has, for each kernel of the record, the address of its parameter pointers; ``configs`` its
-    CUlaunchConfig.
+    CUlaunchConfig, without a stream.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -205,8 +206,9 @@ class Block:
         self._shape: Shape | None = None
         self._addresses: list[int] = []
         self._scalars: tuple[float, float] | None = None
-        self._stream: int | None = None
         self._encoded: dict[str, tuple[int, Shape]] = {}
+        self._encodings: dict[str, Any] = {}
+        self._graphs: dict[tuple[int, ...], LaunchGraph] = {}
         self._values = ctypes.create_string_buffer(layout.size)
         self._maps = ctypes.create_string_buffer(_MAP_BYTES * len(layout.maps) + _MAP_ALIGNMENT)
         base = ctypes.addressof(self._values)
@@ -226,7 +228,7 @@ class Block:
             self.configs.append(config)
         self.parameters = [ctypes.addressof(array) for array in self._arrays]
 
-    def pack(self, shape: Shape, addresses: list[int], sm_scale: float, loss_coeff: float, stream: int) -> None:
+    def pack(self, shape: Shape, addresses: list[int], sm_scale: float, loss_coeff: float) -> None:
         """Make the block say what a launch needs.
 
         Args:
@@ -234,25 +236,45 @@ class Block:
             addresses: of its tensors, in order, and of its workspace.
             sm_scale: see ``indexer_backward``.
             loss_coeff: see ``indexer_backward``.
-            stream: handle of the launch's stream.
 
         Raises:
             UnsupportedError: an address that is not aligned, or tensors that overlap.
         """
+        changed = False
         if self._shape is not shape or self._addresses != addresses:
+            changed = True
             _check_placement(shape, addresses)
             self._pack_addresses(shape, addresses)
             if self._shape is not shape:
                 self._pack_shape(shape)
         if self._scalars != (sm_scale, loss_coeff):
+            changed = True
             values = {"sm_scale": sm_scale, "loss_scale": loss_coeff / shape.rows if shape.rows else 0.0}
             layout = self.layout
             layout.float_pack.pack_into(self._values, layout.float_offset, *[values[name] for name in layout.floats])
             self._scalars = (sm_scale, loss_coeff)
-        if self._stream != stream:
-            for config in self.configs:
-                config.hStream = cu.CUstream(stream)
-            self._stream = stream
+        if changed:
+            for graph in self._graphs.values():
+                graph.behind = True
+
+    def graph(self, shape: Shape, functions: Sequence[Any]) -> LaunchGraph:
+        """The graph of a shape's kernels, with what is packed now; ``functions`` of all kernels of the record.
+
+        Raises:
+            DriverError: the driver refused.
+        """
+        graph = self._graphs.get(shape.kernels)
+        if graph is None:
+            graph = LaunchGraph(shape.kernels, functions, self.configs, self.parameters)
+            self._graphs[shape.kernels] = graph
+        elif graph.behind:
+            graph.update()
+        return graph
+
+    def close(self) -> None:
+        """Free the graphs."""
+        while self._graphs:
+            self._graphs.popitem()[1].close()
 
     def _pack_shape(self, shape: Shape) -> None:
         layout = self.layout
@@ -272,37 +294,46 @@ class Block:
             if not address:  # an empty tensor, of which nothing is read: any memory will do
                 address = addresses[0]
             if self._encoded.get(name) != (address, shape):
-                self._encode(self._map_base + _MAP_BYTES * index, tensor_map, address, shape)
-                self._encoded[name] = (address, shape)
+                self._write_map(self._map_base + _MAP_BYTES * index, name, tensor_map, address, shape)
         self._addresses = addresses
 
-    def _encode(self, destination: int, tensor_map: TensorMap, address: int, shape: Shape) -> None:
+    def _write_map(self, destination: int, name: str, tensor_map: TensorMap, address: int, shape: Shape) -> None:
         """Write a CUtensorMap over a contiguous tensor; without extents or memory none: its kernel has no CTA."""
-        extents = [extent(shape.values) for extent in tensor_map.extents]
-        if not (all(extents) and address):
-            return
-        pitch = _ELEMENT_BYTES[tensor_map.element]
-        strides = []
-        for extent in extents[:-1]:
-            pitch *= extent
-            strides.append(cu.cuuint64_t(pitch))
-        encoded = call(
-            "encoding a tensor map",
-            cu.cuTensorMapEncodeTiled(
-                _MAP_ELEMENTS[tensor_map.element],
-                len(extents),
-                address,
-                [cu.cuuint64_t(extent) for extent in extents],
-                strides,
-                [cu.cuuint32_t(size) for size in tensor_map.box],
-                [cu.cuuint32_t(1)] * len(extents),
-                cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                _MAP_SWIZZLES[tensor_map.swizzle_bytes],
-                cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            ),
-        )
-        ctypes.memmove(destination, encoded.getPtr(), _MAP_BYTES)
+        last_shape = self._encoded.pop(name, (0, None))[1]
+        if last_shape is shape:
+            call("moving a tensor map", cu.cuTensorMapReplaceAddress(self._encodings[name], address))
+        else:
+            extents = [extent(shape.values) for extent in tensor_map.extents]
+            if not (all(extents) and address):
+                return
+            self._encodings[name] = _encoded(tensor_map, extents, address)
+        ctypes.memmove(destination, self._encodings[name].getPtr(), _MAP_BYTES)
+        self._encoded[name] = (address, shape)
+
+
+def _encoded(tensor_map: TensorMap, extents: Sequence[int], address: int) -> Any:
+    """A CUtensorMap over a contiguous tensor of these extents, innermost first."""
+    pitch = _ELEMENT_BYTES[tensor_map.element]
+    strides = []
+    for extent in extents[:-1]:
+        pitch *= extent
+        strides.append(cu.cuuint64_t(pitch))
+    return call(
+        "encoding a tensor map",
+        cu.cuTensorMapEncodeTiled(
+            _MAP_ELEMENTS[tensor_map.element],
+            len(extents),
+            address,
+            [cu.cuuint64_t(extent) for extent in extents],
+            strides,
+            [cu.cuuint32_t(size) for size in tensor_map.box],
+            [cu.cuuint32_t(1)] * len(extents),
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            _MAP_SWIZZLES[tensor_map.swizzle_bytes],
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+    )
 
 
 def _check_placement(shape: Shape, addresses: Sequence[int]) -> None:

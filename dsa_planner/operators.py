@@ -22,6 +22,7 @@ from dsa_planner.errors import (
 )
 from dsa_planner.locate import find_plan
 from dsa_planner.plan import Plan
+from dsa_planner.settings import Settings
 
 __all__ = ["indexer_backward", "load_plan"]
 
@@ -299,10 +300,12 @@ def _open(request: Mapping[str, Any], ordinal: int) -> Plan:
             f"it runs on compute capability {', '.join(f'{a}.{b}' for a, b in supported)}",
             "use another backend or device",
         )
+    settings = Settings.from_environment()
     missing: PlanNotFoundError | None = None
     for row in rows:  # the family target first, then an exact build of it
         try:
-            return Plan(find_plan(envelope.plan_config({**request, "arch": row.arch})), ordinal)
+            file = find_plan(envelope.plan_config({**request, "arch": row.arch}), settings)
+            return Plan(file, ordinal, settings.launch)
         except PlanNotFoundError as error:
             missing = missing or error
     assert missing is not None

@@ -3,24 +3,27 @@
 Loading forces every kernel in, so that nothing is left to load lazily at the first launch, and compares the driver's
 own account of the kernels' parameters with the manifest.
 
-A launch checks its tensors, packs their addresses and a few numbers into one block of memory, and makes one driver call
-a kernel, on the caller's stream. It synchronises nothing, and allocates nothing but the fp32 scratch behind a bf16
-d_index_k where the caller brings no workspace. What depends on shapes only is kept from the launch before and made
-again when they change; likewise what depends on addresses. Nothing is looked up by shape.
+A launch checks its tensors, packs their addresses and a few numbers into one block of memory, and has the driver launch
+the kernels as one graph on the caller's stream (``launch_graph``). It synchronises nothing, and allocates nothing but
+the scratch of a launch where the caller brings no workspace. What depends on shapes only is kept from the launch before
+and made again when they change; likewise what depends on addresses. Nothing is looked up by shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dsa_planner import envelope, streams
 from dsa_planner.arguments import ArgumentCheck, Tensors, dtype_name
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.driver import Device, call, cu, device, invoke, name_of_failure
+from dsa_planner.driver import Device, cu, device, invoke, name_of_failure
 from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError, UnsupportedError, shown
 from dsa_planner.launch_block import Block, BlockLayout, Shape, workspace_bytes
+from dsa_planner.launch_graph import may_launch_graph
 from dsa_planner.launch_record import PARAMETER_BYTES, KernelLaunch, LaunchRecord
+from dsa_planner.settings import LAUNCHES
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
+_MOST_BLOCKS = 16  # streams whose launch parameters a plan keeps
 _NO_SUCH_PARAMETER = cu.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
@@ -40,6 +44,7 @@ class Plan:
     Args:
         file: the plan file.
         ordinal: the device.
+        launch: "graph" to launch the kernels as one CUDA graph, "kernels" to launch each.
 
     Raises:
         DeviceMismatchError: the device's compute capability is not one that the plan's arch admits.
@@ -47,7 +52,7 @@ class Plan:
         DriverError: no driver, or it refuses the cubin.
     """
 
-    def __init__(self, file: PlanFile, ordinal: int) -> None:
+    def __init__(self, file: PlanFile, ordinal: int, launch: str = LAUNCHES[0]) -> None:
         self.config: Mapping[str, Any] = file.config
         self.plan_id = file.plan_id
         self.build_id = file.build_id
@@ -72,8 +77,11 @@ class Plan:
         self._functions = _load(file, self._record, symbols, target)
         self.check = ArgumentCheck(self.row, self.config, ordinal)
         self._layout = BlockLayout(self._record)
-        self._blocks: list[Block] = []  # free ones; a launch takes one, so that threads do not meet
+        self._as_graph = launch == "graph"
+        self._blocks: dict[int, Block] = {}
+        """By stream, the block of its last launch. A launch takes it out, so that threads do not meet."""
         self._shape: Shape | None = None  # of the last launch
+        self._no_bytes: torch.Tensor | None = None  # torch makes a tensor like another faster than one to measure
         self._constants = {name: self.config[name] for name in ("heads", "head_dim", "topk")}
         self._constants["multiprocessors"] = target.multiprocessors
 
@@ -141,8 +149,9 @@ class Plan:
         Raises:
             UnsupportedError: a value, shape, dtype, stride or alignment outside the contract; buffers that overlap.
             DeviceMismatchError: a tensor or the stream on another device.
-            DriverError: the driver refused a launch. If it refused another than the first, attn_score has been
-                overwritten: compute it again before a second try.
+            DriverError: the driver refused. Where kernels are launched one by one (under stream capture, or with
+                DSA_PLAN_LAUNCH=kernels) and it refused another than the first, attn_score has been overwritten:
+                compute it again before a second try.
         """
         tensors = (
             index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss,
@@ -182,17 +191,15 @@ class Plan:
         workspace = self._workspace(workspace, needed, tensors[2], stream) if needed else None
         addresses = [tensor.data_ptr() for tensor in tensors]
         addresses.append(0 if workspace is None else workspace.data_ptr())
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = Block(self._layout)
-        launch = (block, shape, tensors, addresses, sm_scale, loss_coeff, stream)
+        block = self._blocks.pop(stream, None) or Block(self._layout)
         # A thread that has not used the GPU yet has no context, and without one not even a tensor map can be encoded.
-        if int(call("reading the current context", cu.cuCtxGetCurrent())) == self._target.context_address:
-            self._launch_block(*launch)
+        status, context = cu.cuCtxGetCurrent()
+        if status == _SUCCESS and int(context) == self._target.context_address:
+            self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream)
         else:
             with self._target.current():
-                self._launch_block(*launch)
+                self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream)
+        self._keep(block, stream)
 
     def _launch_block(
         self,
@@ -204,28 +211,50 @@ class Plan:
         loss_coeff: float,
         stream: int,
     ) -> None:
-        block.pack(shape, addresses, sm_scale, loss_coeff, stream)
         try:
+            block.pack(shape, addresses, sm_scale, loss_coeff)
             # Autograd counts writes, to notice that a tensor which it saved has changed since.
             self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
-            self._launch_kernels(block, shape)
-        finally:
-            self._blocks.append(block)
+            if self._as_graph and len(shape.kernels) > 1 and may_launch_graph(stream):
+                status = block.graph(shape, self._functions).launch(stream)
+                if status != _SUCCESS:
+                    raise self._refused("the kernels", status)
+            else:
+                self._launch_kernels(block, shape, stream)
+        except BaseException:  # what the block now holds is unknown
+            block.close()
+            raise
 
-    def _launch_kernels(self, block: Block, shape: Shape) -> None:
+    def _launch_kernels(self, block: Block, shape: Shape, stream: int) -> None:
+        handle = cu.CUstream(stream)
         for index in shape.kernels:
-            (status,) = cu.cuLaunchKernelEx(block.configs[index], self._functions[index], block.parameters[index], 0)
+            config = block.configs[index]
+            config.hStream = handle
+            (status,) = cu.cuLaunchKernelEx(config, self._functions[index], block.parameters[index], 0)
             if status != _SUCCESS:
-                raise DriverError(
-                    f"launching {self._record.kernels[index].name} of {self!r}",
-                    f"the CUDA driver answered {name_of_failure(status)}",
-                    "an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1",
-                )
+                raise self._refused(self._record.kernels[index].name, status)
+
+    def _refused(self, what: str, status: Any) -> DriverError:
+        return DriverError(
+            f"launching {what} of {self!r}",
+            f"the CUDA driver answered {name_of_failure(status)}",
+            "an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+        )
+
+    def _keep(self, block: Block, stream: int) -> None:
+        """Keep a block for the stream's next launch, unless another thread has kept one for it in the meantime."""
+        if self._blocks.setdefault(stream, block) is not block:
+            block.close()
+        while len(self._blocks) > _MOST_BLOCKS:
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
+                self._blocks.pop(next(iter(self._blocks))).close()
 
     def _workspace(self, workspace: torch.Tensor | None, needed: int, like: torch.Tensor, stream: int) -> torch.Tensor:
         if workspace is None:
             with streams.allocating_on(stream, self.device):
-                return like.new_empty(needed, dtype=self.check.uint8)
+                if self._no_bytes is None:
+                    self._no_bytes = like.new_empty(0, dtype=self.check.uint8)
+                return self._no_bytes.new_empty(needed)
         if not self.check.workspace_ok(workspace, needed):
             self.check.explain_workspace(workspace, needed)
         return workspace

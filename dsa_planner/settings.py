@@ -6,6 +6,8 @@ variable              default                         meaning
 DSA_PLAN_PATH         empty                           read-only layers, searched in this order, separated as in PATH
 DSA_PLAN_CACHE_DIR    ~/.cache/dsa-planner            the writable layer, searched last; "none" for no writable layer
 DSA_PLAN_CACHE_BYTES  1073741824 (1 GiB)              limit of the writable layer's plan files, in bytes
+DSA_PLAN_LAUNCH       graph                           how a plan's kernels are launched: as one CUDA "graph", or, easier
+                                                      to follow in a profiler and slower on the host, as "kernels"
 ===================== =============================== ================================================================
 
 The default follows XDG_CACHE_HOME where that is set.
@@ -20,28 +22,31 @@ from pathlib import Path
 
 from dsa_planner.errors import CacheError, UnsupportedError, shown
 
-__all__ = ["DEFAULT_CACHE_BYTES", "Settings", "default_cache_dir"]
+__all__ = ["DEFAULT_CACHE_BYTES", "LAUNCHES", "Settings", "default_cache_dir"]
 
 DEFAULT_CACHE_BYTES = 1 << 30
+LAUNCHES = ("graph", "kernels")
 _FOLDER = "dsa-planner"
 _LONGEST_LIMIT = 18  # digits
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where plans are looked for and kept."""
+    """Where plans are looked for and kept, and how they are launched."""
 
     read_only: tuple[Path, ...]
     cache_dir: Path | None
     """The writable layer, or None for none."""
     cache_bytes: int
+    launch: str = LAUNCHES[0]
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables.
 
         Raises:
-            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer, or a folder is relative to an unknown one.
+            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer, a folder is relative to an unknown one, or
+                DSA_PLAN_LAUNCH is no way to launch.
         """
         env = os.environ if environment is None else environment
         entries = env.get("DSA_PLAN_PATH", "").split(os.pathsep)
@@ -58,7 +63,12 @@ class Settings:
                 f"it has to be a number of bytes, a positive integer of at most {_LONGEST_LIMIT} digits",
                 "use for example 1073741824",
             )
-        return cls(read_only, cache_dir, int(limit))
+        launch = env.get("DSA_PLAN_LAUNCH", "") or LAUNCHES[0]
+        if launch not in LAUNCHES:
+            raise UnsupportedError(
+                f"DSA_PLAN_LAUNCH={shown(launch)}", f"it has to be {' or '.join(LAUNCHES)}", "unset it for the default"
+            )
+        return cls(read_only, cache_dir, int(limit), launch)
 
     def require_cache_dir(self) -> Path:
         """The writable layer, for those who must write.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -51,8 +51,15 @@ class FakeDriver:
         self.kernels: dict[int, cubin_reader.CubinKernel] = {}
         self.launches: list[Launch] = []
         self.encodes: list[tuple[Any, ...]] = []
+        self.moves: list[int] = []
         self.shared_limits: dict[str, int] = {}
         self.launch_status = SUCCESS
+        self.capturing: set[int] = set()
+        self.capture_mode = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self.graph_status = SUCCESS
+        self.graphs: list[Any] = []
+        self.executables: dict[int, list[Launch]] = {}
+        self.graph_launches: list[int] = []
         self.change_parameters: Callable[[str, list[tuple[int, int]]], list[tuple[int, int]]] = lambda symbol, found: (
             found
         )
@@ -132,29 +139,90 @@ class FakeDriver:
         ctypes.memmove(encoded.getPtr(), struct.pack("<QQ112x", address, len(self.encodes)), 128)
         return SUCCESS, encoded
 
-    def cuLaunchKernelEx(self, config: Any, function: int, parameters: int, extra: int) -> tuple[Any, ...]:
-        assert self.current_context == CONTEXT, "a kernel is launched in the device's context"
+    def cuTensorMapReplaceAddress(self, encoded: Any, address: int) -> tuple[Any, ...]:
+        self.moves.append(address)
+        ctypes.memmove(encoded.getPtr(), struct.pack("<Q", address), 8)
+        return (SUCCESS,)
+
+    def read(self, function: int, grid: int, block: int, shared_bytes: int, parameters: int) -> Launch:
+        """What a launch would be of, with the parameters that memory holds now."""
         kernel = self.kernels[function]
+        assert shared_bytes <= max(48 << 10, self.shared_limits.get(kernel.symbol, 0)), (
+            "shared memory was not asked for"
+        )
         pointers = (ctypes.c_void_p * len(kernel.parameters)).from_address(parameters)
         values = tuple(
             ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, kernel.parameters, strict=True)
         )
+        return Launch(kernel.symbol, grid, block, shared_bytes, 0, values)
+
+    def cuLaunchKernelEx(self, config: Any, function: int, parameters: int, extra: int) -> tuple[Any, ...]:
+        assert self.current_context == CONTEXT, "a kernel is launched in the device's context"
+        launch = self.read(function, config.gridDimX, config.blockDimX, config.sharedMemBytes, parameters)
         if self.launch_status == SUCCESS:
-            shared = config.sharedMemBytes
-            assert shared <= max(48 << 10, self.shared_limits.get(kernel.symbol, 0)), "shared memory was not asked for"
-            self.launches.append(
-                Launch(kernel.symbol, config.gridDimX, config.blockDimX, shared, int(config.hStream), values)
-            )
+            self.launches.append(replace(launch, stream=int(config.hStream)))
         return (self.launch_status,)
+
+    def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
+        status = real.CUstreamCaptureStatus
+        captured = stream in self.capturing
+        return SUCCESS, status.CU_STREAM_CAPTURE_STATUS_ACTIVE if captured else status.CU_STREAM_CAPTURE_STATUS_NONE
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        before, self.capture_mode = self.capture_mode, mode
+        return SUCCESS, before
+
+    def cuGraphCreate(self, flags: int) -> tuple[Any, ...]:
+        relaxed = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        assert self.capture_mode == relaxed, "a graph is made so that another thread's capture survives it"
+        self.graphs.append([])
+        return SUCCESS, len(self.graphs) - 1
+
+    def cuGraphAddKernelNode(self, graph: int, before: list[Pair], count: int, node: Any) -> tuple[Any, ...]:
+        nodes = self.graphs[graph]
+        assert before == [(graph, len(nodes) - 1)][: len(nodes)], "each kernel follows the last"
+        assert count == len(before)
+        nodes.append(self._node(node))
+        return SUCCESS, (graph, len(nodes) - 1)
+
+    def cuGraphInstantiate(self, graph: int, flags: int) -> tuple[Any, ...]:
+        self.executables[graph] = list(self.graphs[graph])
+        return self.graph_status, graph
+
+    def cuGraphExecKernelNodeSetParams(self, executable: int, node: Pair, parameters: Any) -> tuple[Any, ...]:
+        assert node[0] == executable, "the node is one of this graph"
+        self.executables[executable][node[1]] = self._node(parameters)
+        return (self.graph_status,)
+
+    def cuGraphLaunch(self, executable: int, stream: int) -> tuple[Any, ...]:
+        assert self.current_context == CONTEXT, "a graph is launched in the device's context"
+        assert stream not in self.capturing
+        if self.launch_status == SUCCESS:
+            self.launches += [replace(launch, stream=stream) for launch in self.executables[executable]]
+            self.graph_launches.append(executable)
+        return (self.launch_status,)
+
+    def cuGraphExecDestroy(self, executable: int) -> tuple[Any, ...]:
+        del self.executables[executable]
+        return (SUCCESS,)
+
+    def cuGraphDestroy(self, graph: int) -> tuple[Any, ...]:
+        assert self.graphs[graph] is not None
+        self.graphs[graph] = None
+        return (SUCCESS,)
+
+    def _node(self, node: Any) -> Launch:
+        assert [node.gridDimY, node.gridDimZ, node.blockDimY, node.blockDimZ] == [1] * 4
+        return self.read(int(node.func), node.gridDimX, node.blockDimX, node.sharedMemBytes, node.kernelParams)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     """Put a fake driver in the place of the real one, with tensors of the CPU counting as those of device 0."""
     import torch
 
-    from dsa_planner import driver, launch_block, operators, plan, streams
+    from dsa_planner import driver, launch_block, launch_graph, operators, plan, streams
 
-    for module in (driver, launch_block, plan):
+    for module in (driver, launch_block, launch_graph, plan):
         monkeypatch.setattr(module, "cu", fake)
     monkeypatch.setattr(driver, "_devices", {})
     monkeypatch.setattr(operators, "_plans", {})

@@ -118,13 +118,15 @@ def test_what_changes_between_launches_is_packed_again(fake: fake_driver.FakeDri
     assert launched(tensors) == start
     moved = {**tensors, "weights": tensors["weights"].clone()}
     assert launched(moved) == start | {"weights": moved["weights"].data_ptr()}
-    assert len(fake.encodes) == 2, "another tensor moved"
+    assert len(fake.encodes) == 4, "the other stream has tensor maps of its own; here another tensor moved"
     moved = {**tensors, "index_q": tensors["index_q"].clone()}
-    assert launched(moved)["index_q"] == (moved["index_q"].data_ptr(), 3)
+    assert launched(moved)["index_q"] == (moved["index_q"].data_ptr(), 1)
+    assert len(fake.encodes) == 4
+    assert fake.moves == [moved["index_q"].data_ptr()], "an address is all that changed"
     shaped = launched(others)
     assert (shaped["rows"], shaped["keys"], shaped["id_limit"]) == (18, 62, 31)
     assert fake.encodes[-1][3] == [128, 18 * 64]
-    again = {"index_q": (tensors["index_q"].data_ptr(), 6), "d_index_q": (tensors["d_index_q"].data_ptr(), 7)}
+    again = {"index_q": (tensors["index_q"].data_ptr(), 7), "d_index_q": (tensors["d_index_q"].data_ptr(), 8)}
     assert launched(tensors) == start | again
 
 
@@ -163,7 +165,7 @@ def test_another_current_context_is_put_back_even_after_an_error(fake: fake_driv
     plan.launch(**case.inputs(), **outputs(case))
     assert (fake.current_context, fake.pushed) == (0xBAD, [])
     fake.launch_status = fake_driver.real.CUresult.CUDA_ERROR_LAUNCH_FAILED
-    with pytest.raises(dsa_planner.DriverError, match=r"launching score_grad of <Plan .*CUDA_ERROR_LAUNCH_FAILED"):
+    with pytest.raises(dsa_planner.DriverError, match=r"launching the kernels of <Plan .*CUDA_ERROR_LAUNCH_FAILED"):
         plan.launch(**case.inputs(), **outputs(case))
     assert (fake.current_context, fake.pushed) == (0xBAD, [])
 
@@ -176,16 +178,29 @@ def test_a_refused_launch_leaves_nothing_behind(fake: fake_driver.FakeDriver, co
     given = {**case.inputs(), **outputs(case)}
     plan.launch(**given)
     first = [fake_driver.by_name(launch, record) for launch in fake.launches]
-    encode = fake.cuTensorMapEncodeTiled
 
     def fail(*arguments: Any) -> tuple[Any, ...]:
         return (fake_driver.real.CUresult.CUDA_ERROR_INVALID_VALUE, None)
 
     moved = {**given, "index_q": given["index_q"].clone()}
-    fake.cuTensorMapEncodeTiled = fail  # type: ignore[method-assign]
-    with pytest.raises(dsa_planner.DriverError, match="encoding a tensor map"):
+    other = dsa_cases.make(1, 7, 20, 128)
+    for function, arguments, message in (
+        ("cuTensorMapReplaceAddress", moved, "moving a tensor map"),
+        ("cuTensorMapEncodeTiled", {**other.inputs(), **outputs(other)}, "encoding a tensor map"),
+        ("cuGraphInstantiate", given, "making the graph of a launch"),
+    ):
+        works = getattr(fake, function)
+        setattr(fake, function, fail)
+        with pytest.raises(dsa_planner.DriverError, match=message):
+            plan.launch(**arguments)
+        setattr(fake, function, works)
+    assert not fake.executables, "the graphs of blocks that failed are freed"
+    assert not any(fake.graphs)
+    plan.launch(**given)
+    fake.graph_status = fake_driver.real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(dsa_planner.DriverError, match=r"changing the graph of a launch.*DSA_PLAN_LAUNCH=kernels"):
         plan.launch(**moved)
-    fake.cuTensorMapEncodeTiled = encode  # type: ignore[method-assign]
+    fake.graph_status = fake_driver.SUCCESS
     with pytest.raises(dsa_planner.UnsupportedError, match="they share memory"):
         plan.launch(**{**given, "d_weights": given["weights"]})
     for wrong in ({"sm_scale": 1e39}, {"loss_coeff": 10**400}, {"sm_scale": -1.0}):
@@ -255,6 +270,67 @@ def test_a_driver_that_is_too_old_says_so(fake: fake_driver.FakeDriver, function
         dsa_planner.load_plan(128)
 
 
+def test_kernels_are_launched_as_one_graph(fake: fake_driver.FakeDriver) -> None:
+    plan = dsa_planner.load_plan(128)
+    case = dsa_cases.make(1, 6, 20, 128)
+    given = {**case.inputs(), **outputs(case)}
+    scratch = torch.empty(plan.workspace_bytes(1, 20), dtype=torch.uint8)
+    rounded = {**given, "d_index_k": torch.empty_like(case.index_k), "workspace": scratch}
+    for _ in range(3):
+        plan.launch(**given, stream=5)
+    assert fake.graph_launches == [0, 0, 0]
+    assert len(fake.launches) == 6
+    plan.launch(**rounded, stream=5)
+    plan.launch(**given, stream=5)
+    plan.launch(**rounded, stream=5)
+    assert fake.graph_launches[3:] == [1, 0, 1], "one for each set of kernels"
+    plan.launch(**given, stream=6)
+    assert fake.graph_launches[6:] == [2], "one for each stream: the launches of one graph wait for each other"
+
+
+def test_a_launch_under_capture_is_of_kernels(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
+    """And what it packs is known to the graph of the stream's next launch."""
+    plan = dsa_planner.load_plan(128)
+    case = dsa_cases.make(1, 6, 20, 128)
+    given = {**case.inputs(), **outputs(case)}
+    plan.launch(**given, stream=5)
+    first = list(fake.launches)
+    fake.capturing = {5}
+    plan.launch(**given, stream=5, sm_scale=0.25)
+    assert len(fake.graph_launches) == 1
+    assert len(fake.graphs) == 1
+    captured = fake.launches[2:]
+    fake.capturing = set()
+    plan.launch(**given, stream=5, sm_scale=0.25)
+    assert len(fake.graph_launches) == 2
+    assert fake.launches[4:] == captured != first
+    plan.launch(**given, stream=5)
+    assert fake.launches[6:] == first
+
+
+def test_kernels_can_be_launched_one_by_one(fake: fake_driver.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dsa_cases.make(1, 6, 20, 128)
+    given = {**case.inputs(), **outputs(case)}
+    monkeypatch.setenv("DSA_PLAN_LAUNCH", "kernels")
+    plan = dsa_planner.load_plan(128)
+    plan.launch(**given, stream=5)
+    assert [launch.stream for launch in fake.launches] == [5, 5]
+    assert not fake.graphs
+    fake.launch_status = fake_driver.real.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(dsa_planner.DriverError, match=r"launching score_grad of <Plan .*CUDA_ERROR_LAUNCH_FAILED"):
+        plan.launch(**given, stream=5)
+
+
+def test_few_streams_keep_their_graphs(fake: fake_driver.FakeDriver) -> None:
+    plan = dsa_planner.load_plan(128)
+    case = dsa_cases.make(1, 6, 20, 128)
+    given = {**case.inputs(), **outputs(case)}
+    for stream in range(100, 200):
+        plan.launch(**given, stream=stream)
+    assert len(fake.launches) == 200
+    assert len(fake.executables) == sum(graph is not None for graph in fake.graphs) == 16
+
+
 def test_threads_launch_one_plan_at_once(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
     plan = dsa_planner.load_plan(128)
     record = LaunchRecord.parse(compiled.launch)
@@ -263,7 +339,7 @@ def test_threads_launch_one_plan_at_once(fake: fake_driver.FakeDriver, compiled:
 
     def work(number: int) -> None:
         for _ in range(50):
-            plan.launch(**given[number], stream=100 + number)
+            plan.launch(**given[number], stream=100 + number // 2)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -272,10 +348,11 @@ def test_threads_launch_one_plan_at_once(fake: fake_driver.FakeDriver, compiled:
         thread.join()
     assert len(fake.launches) == 6 * 50 * 2
     for launch in fake.launches:
-        number = launch.stream - 100
         values = fake_driver.by_name(launch, record)
-        assert values["rows"] == 3 + number
+        number = values["rows"] - 3
+        assert launch.stream == 100 + number // 2
         assert values["attn_score"] == given[number]["attn_score"].data_ptr()
+    assert len(fake.executables) == sum(graph is not None for graph in fake.graphs) == 3
 
 
 def test_a_plan_is_loaded_once(fake: fake_driver.FakeDriver) -> None:

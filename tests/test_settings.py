@@ -64,6 +64,13 @@ def test_a_limit_that_is_no_positive_integer_is_refused(value: str) -> None:
         Settings.from_environment({"DSA_PLAN_CACHE_BYTES": value})
 
 
+def test_the_way_to_launch() -> None:
+    assert Settings.from_environment({}).launch == "graph"
+    assert Settings.from_environment({"DSA_PLAN_LAUNCH": "kernels"}).launch == "kernels"
+    with pytest.raises(UnsupportedError, match="DSA_PLAN_LAUNCH='eager': it has to be graph or kernels"):
+        Settings.from_environment({"DSA_PLAN_LAUNCH": "eager"})
+
+
 def test_home_unset_uses_the_password_file_and_an_unknown_user_has_no_default() -> None:
     assert default_cache_dir({}) == Path(os.path.expanduser("~")) / ".cache" / "dsa-planner"
     script = (
