@@ -51,15 +51,26 @@ class GemmStage:
     Args:
         rows: how rows go to workers.
         head_dim: dims of a head.
-        rings: by name, the stages of a ring, and the arrivals that fill and that empty one.
+        rings: by name, the stages of a ring, and the warps that fill and that empty one.
         workers: of a CTA; each has rings of its own.
+        by_lane: rings at which every lane arrives for itself. Elsewhere one arrives for its warp, after a warp barrier.
+            That orders as much; but the assembler leaves out the barrier of a warp that it knows to be together, and
+            NVIDIA's race checker then takes what the other lanes store and load for unordered.
     """
 
-    def __init__(self, rows: str, head_dim: int, rings: dict[str, tuple[int, int, int]], workers: int = 1) -> None:
+    def __init__(
+        self,
+        rows: str,
+        head_dim: int,
+        rings: dict[str, tuple[int, int, int]],
+        workers: int = 1,
+        by_lane: tuple[str, ...] = (),
+    ) -> None:
         self.rows = rows
         self.dims = head_dim
         self.rings = rings
         self.workers = workers
+        self.by_lane = by_lane
 
     @property
     def launch_kernel(self):
@@ -128,6 +139,8 @@ class GemmStage:
         with arch.elect_one():
             for name in self.rings:
                 stages, at_full, at_empty = self.rings[name]
+                if name in self.by_lane:
+                    at_full, at_empty = 32 * at_full, 32 * at_empty
                 for worker in range(self.workers):
                     barriers = getattr(shared, name).data_ptr() + worker * 2 * stages
                     for stage in cutlass.range_constexpr(stages):
@@ -149,14 +162,21 @@ class GemmStage:
     @cute.jit
     def arrive_full(self, shared, name: cutlass.Constexpr, count, worker=0):
         """This warp has filled a stage."""
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.full(shared, name, count, worker))
+        self.arrive(self.full, shared, name, count, worker)
 
     @cute.jit
     def arrive_empty(self, shared, name: cutlass.Constexpr, count, worker=0):
         """This warp is done with a stage."""
-        with arch.elect_one():
-            arch.mbarrier_arrive(self.empty(shared, name, count, worker))
+        self.arrive(self.empty, shared, name, count, worker)
+
+    @cute.jit
+    def arrive(self, barrier: cutlass.Constexpr, shared, name: cutlass.Constexpr, count, worker):
+        """This warp arrives at an mbarrier of a ring, ``full`` or ``empty``."""
+        if cutlass.const_expr(name in self.by_lane):
+            arch.mbarrier_arrive(barrier(shared, name, count, worker))
+        else:
+            with arch.elect_one():
+                arch.mbarrier_arrive(barrier(shared, name, count, worker))
 
     def full(self, shared, name, count, worker=0):
         stages = self.rings[name][0]

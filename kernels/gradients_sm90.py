@@ -133,7 +133,9 @@ class Gradients(GemmStage):
             "a": (1, MATH_WARPS, 1),
             "out": (OUT_STAGES, MATH_WARPS, DRAIN_WARPS),
         }
-        super().__init__(rows, head_dim, rings, WORKERS)
+        # What lanes store and load themselves, not asynchronously.
+        by_lane = ("k", "out") if rows == "in order" else ("k",)
+        super().__init__(rows, head_dim, rings, WORKERS, by_lane)
 
     def arguments(self, tensors: GlobalTensors, extent: Int32):
         """Of a launch: the tensor maps and pointers with which each kernel begins."""
@@ -416,7 +418,6 @@ class Gradients(GemmStage):
         arch.cp_async_commit_group()
         arch.cp_async_wait_group(0)
         arch.fence_proxy("async.shared", space="cta")  # cp.async writes through the generic proxy
-        arch.sync_warp()
         self.arrive_full(shared, "k", count, worker)
 
     # --- math ------------------------------------------------------------------------------------------------------
@@ -608,9 +609,7 @@ class Gradients(GemmStage):
     @cute.jit
     def release(self, shared, name: cutlass.Constexpr, worker, count):
         """Tell that this warp is done with a stage; for ``a``, that it may be filled."""
-        barrier = self.full(shared, name, count, worker) if name == "a" else self.empty(shared, name, count, worker)
-        with arch.elect_one():
-            arch.mbarrier_arrive(barrier)
+        self.arrive(self.full if name == "a" else self.empty, shared, name, count, worker)
 
     @cute.jit
     def stage_dk(self, out, dk, warp, lane, half):
@@ -704,7 +703,6 @@ class Gradients(GemmStage):
         slots = shared.keys.data_ptr() + (self.stage("k", count, worker) * TILE + lane // 8 * 16 + lane % 8)
         for half in cutlass.range_constexpr(2):
             keys[half] = (slots + 8 * half).load()
-        arch.sync_warp()
         self.release(shared, "k", worker, count)
         return row
 
