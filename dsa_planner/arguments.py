@@ -8,7 +8,9 @@ launch with a wrong tensor therefore never touches attn_score.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import combinations
+from operator import add, le, or_
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from dsa_planner.envelope import MAX_EXTENT, Support, describe
@@ -300,10 +302,7 @@ def check_alignment(names: Sequence[str], addresses: Sequence[int]) -> None:
     Raises:
         UnsupportedError: it names the tensor and the address.
     """
-    bits = 0
-    for address in addresses:
-        bits |= address
-    if not bits % ALIGNMENT:
+    if not reduce(or_, addresses) % ALIGNMENT:
         return
     for name, address in zip(names, addresses, strict=True):
         alignment = 4 if name == "grad_loss" else ALIGNMENT
@@ -327,13 +326,10 @@ def check_overlap(
     Raises:
         UnsupportedError: two tensors share bytes, and at least one of them is written.
     """
-    end = -1
-    for start, size in sorted(zip(addresses, sizes, strict=True)):
-        if size:
-            if start < end:
-                break
-            end = start + size
-    else:
+    # Memory without overlap ends in the order in which it starts, each piece before the next one starts. Empty tensors
+    # may break that, and a look at each pair tells.
+    starts, ends = sorted(addresses), sorted(map(add, addresses, sizes))
+    if all(map(le, ends, starts[1:])):
         return
     spans = [(a, a + size, name) for name, a, size in zip(names, addresses, sizes, strict=True) if size]
     for (start, end, name), (other_start, other_end, other) in combinations(spans, 2):

@@ -16,15 +16,13 @@ from typing import Any
 from dsa_planner.arguments import Tensors, check_addresses, check_alignment, check_overlap
 from dsa_planner.driver import call, cu
 from dsa_planner.launch_graph import LaunchGraph
-from dsa_planner.launch_record import PARAMETER_BYTES, TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
+from dsa_planner.launch_record import TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
 
 __all__ = ["Block", "BlockLayout", "Shape", "workspace_bytes"]
 
 _NAMES = (*TENSORS, "workspace")
 _WRITTEN = frozenset({"attn_score", "d_index_q", "d_weights", "d_index_k", "workspace"})
 _BUFFER_ALIGNMENT = 256
-_MAP_BYTES = PARAMETER_BYTES["tensor_map"]
-_MAP_ALIGNMENT = 64
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 _MAP_ELEMENTS = {
     "bf16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -78,24 +76,26 @@ class Shape:
         call_facts = {"d_index_k": d_index_k}
         self.workspace_bytes = workspace_bytes(record.buffers, self.values, d_index_k)
         self.sizes = (*[tensor.nbytes for tensor in tensors], self.workspace_bytes)
-        self.places = self._places(record.buffers, call_facts)
+        self._place(record.buffers, call_facts)
         kernels = [(index, kernel) for index, kernel in enumerate(record.kernels) if holds(kernel.when, call_facts)]
         grids = [(index, kernel.grid(self.values)) for index, kernel in kernels]
         self.grids = [(index, grid) for index, grid in grids if grid]
         """(kernel, CTAs) of the kernels that have something to do, in launch order."""
         self.kernels = tuple(index for index, _ in self.grids)
 
-    def _places(self, buffers: Sequence[Buffer], call_facts: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-        """Where each tensor and buffer lies: (position among the launch's addresses, byte offset from it)."""
-        places = {name: (position, 0) for position, name in enumerate(TENSORS)}
+    def _place(self, buffers: Sequence[Buffer], call_facts: Mapping[str, str]) -> None:
+        self.places = {name: position for position, name in enumerate(TENSORS)}
+        """By name of a tensor or buffer, its position among the addresses of the tensors and of the buffers."""
+        self.offsets: list[int] = []
+        """Of the buffers in the workspace, in bytes."""
         used = 0
         for buffer in buffers:
             if holds(buffer.when, call_facts):
-                places[buffer.name] = (len(TENSORS), used)
+                self.places[buffer.name] = len(TENSORS) + len(self.offsets)
+                self.offsets.append(used)
                 used += _aligned(buffer.bytes(self.values))
             elif buffer.otherwise is not None:
-                places[buffer.name] = places[buffer.otherwise]
-        return places
+                self.places[buffer.name] = self.places[buffer.otherwise]
 
 
 def _admission(tensors: Tensors) -> Callable[[Sequence[Any]], bool]:
@@ -182,14 +182,12 @@ class BlockLayout:
         self.size = self.float_offset + self.float_pack.size
 
     def offset(self, parameter: Parameter) -> int:
-        """Byte offset of a parameter's value, from the block's values or, for a tensor map, from its maps."""
+        """Byte offset of a parameter's value in the block's values, where no tensor maps are."""
         if parameter.type == "pointer":
             return 8 * self.pointers.index(parameter.name)
         if parameter.type == "int32":
             return self.int_offset + 4 * self.ints.index(parameter.name)
-        if parameter.type == "float32":
-            return self.float_offset + 4 * self.floats.index(parameter.name)
-        return _MAP_BYTES * list(self.maps).index(parameter.name)
+        return self.float_offset + 4 * self.floats.index(parameter.name)
 
 
 class Block:
@@ -206,21 +204,23 @@ class Block:
         self._shape: Shape | None = None
         self._addresses: list[int] = []
         self._scalars: tuple[float, float] | None = None
-        self._encoded: dict[str, tuple[int, Shape]] = {}
-        self._encodings: dict[str, Any] = {}
+        self._maps: dict[str, tuple[Any, int, Shape]] = {}
+        """By name, a CUtensorMap, and the address and shape that it is for. The driver reads it where it is."""
         self._graphs: dict[tuple[int, ...], LaunchGraph] = {}
         self._values = ctypes.create_string_buffer(layout.size)
-        self._maps = ctypes.create_string_buffer(_MAP_BYTES * len(layout.maps) + _MAP_ALIGNMENT)
         base = ctypes.addressof(self._values)
-        self._map_base = -(-ctypes.addressof(self._maps) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         self._arrays = []
+        self._map_pointers: dict[str, list[tuple[Any, int]]] = {name: [] for name in layout.maps}
+        """By name, where the pointers to a tensor map are: (array, index)."""
         self.configs = []
         for kernel in layout.kernels:
-            places = [
-                (self._map_base if parameter.type == "tensor_map" else base) + layout.offset(parameter)
-                for parameter in kernel.parameters
-            ]
-            self._arrays.append((ctypes.c_void_p * len(places))(*places))
+            array = (ctypes.c_void_p * len(kernel.parameters))()
+            for index, parameter in enumerate(kernel.parameters):
+                if parameter.tensor_map is None:
+                    array[index] = base + layout.offset(parameter)
+                else:
+                    self._map_pointers[parameter.name].append((array, index))
+            self._arrays.append(array)
             config = cu.CUlaunchConfig()
             config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
             config.blockDimX = kernel.block
@@ -284,31 +284,31 @@ class Block:
         self._shape, self._scalars = shape, None  # loss_scale depends on the rows
 
     def _pack_addresses(self, shape: Shape, addresses: list[int]) -> None:
-        """Pack the pointers, and encode a tensor map again where its address or an extent has changed."""
+        """Pack the pointers, and write a tensor map again where its address or an extent has changed."""
         layout = self.layout
-        places = [shape.places[name] for name in layout.pointers]
-        layout.pointer_pack.pack_into(self._values, 0, *[addresses[position] + offset for position, offset in places])
-        for index, (name, tensor_map) in enumerate(layout.maps.items()):
-            position, offset = shape.places[name]
-            address = addresses[position] + offset
-            if not address:  # an empty tensor, of which nothing is read: any memory will do
-                address = addresses[0]
-            if self._encoded.get(name) != (address, shape):
-                self._write_map(self._map_base + _MAP_BYTES * index, name, tensor_map, address, shape)
+        workspace = addresses[-1]
+        places = [*addresses[:-1], *[workspace + offset for offset in shape.offsets]]
+        layout.pointer_pack.pack_into(self._values, 0, *[places[shape.places[name]] for name in layout.pointers])
+        for name, tensor_map in layout.maps.items():
+            # Of an empty tensor nothing is read: any memory will do.
+            self._pack_map(name, tensor_map, places[shape.places[name]] or addresses[0], shape)
         self._addresses = addresses
 
-    def _write_map(self, destination: int, name: str, tensor_map: TensorMap, address: int, shape: Shape) -> None:
-        """Write a CUtensorMap over a contiguous tensor; without extents or memory none: its kernel has no CTA."""
-        last_shape = self._encoded.pop(name, (0, None))[1]
-        if last_shape is shape:
-            call("moving a tensor map", cu.cuTensorMapReplaceAddress(self._encodings[name], address))
-        else:
+    def _pack_map(self, name: str, tensor_map: TensorMap, address: int, shape: Shape) -> None:
+        """See to the map over a contiguous tensor; without extents or memory there is none: its kernel has no CTA."""
+        encoded, last_address, last_shape = self._maps.get(name, (None, 0, None))
+        if last_shape is not shape:
             extents = [extent(shape.values) for extent in tensor_map.extents]
             if not (all(extents) and address):
                 return
-            self._encodings[name] = _encoded(tensor_map, extents, address)
-        ctypes.memmove(destination, self._encodings[name].getPtr(), _MAP_BYTES)
-        self._encoded[name] = (address, shape)
+            encoded = _encoded(tensor_map, extents, address)
+            for array, index in self._map_pointers[name]:
+                array[index] = int(encoded.getPtr())
+        elif last_address != address:
+            call("moving a tensor map", cu.cuTensorMapReplaceAddress(encoded, address))
+        else:
+            return
+        self._maps[name] = (encoded, address, shape)
 
 
 def _encoded(tensor_map: TensorMap, extents: Sequence[int], address: int) -> Any:
