@@ -291,9 +291,10 @@ ARRIVALS = {
     "out-full": ("dq", "dk-0", "dk-1", "end-dq", "end-dk-0", "end-dk-1"),
 }
 PROXY_FENCES = ("gather", "gather-end", "gather-second", "out-dq", "out-dk-0", "out-dk-1", "a")
+BY_LANE = ("k-full", "k-empty")
+"""Where each lane arrives for itself; elsewhere one does for its warp."""
 WARP_SYNCS = (
-    "gather", "gather-end", "gather-second", "keys-first", "release-dq", "release-dk-0", "keys-next", "release-dk-1",
-    "stage-dq", "stage-dk-0", "stage-dk-1", "end-dq", "end-dk-0", "end-dk-1",
+    "release-dq", "release-dk-0", "release-dk-1", "stage-dq", "stage-dk-0", "stage-dk-1", "end-dq", "end-dk-0", "end-dk-1",
 )  # fmt: skip
 GATHER_BARRIERS = ("gather", "gather-end", "gather-second")
 PRODUCTS = ("s-first", "dq", "s", "dk")
@@ -385,14 +386,17 @@ def _order() -> Iterator[Mutant]:
     for barrier, places in ARRIVALS.items():
         for place in places:
             yield Mutant(f"arrive-{barrier}-{place}-dropped", "a stage is not passed on", arrival(barrier, place), drop)
-        yield Mutant(f"arrive-{barrier}-all-lanes", "32 arrivals in place of one", above(arrival(barrier, places[-1]), BRANCH), drop)
+        if barrier in BY_LANE:
+            yield Mutant(f"arrive-{barrier}-twice", "two arrivals in place of one", arrival(barrier, places[-1]), put("^(.*)$", r"\1 \1"))
+        else:
+            yield Mutant(f"arrive-{barrier}-all-lanes", "32 arrivals in place of one", above(arrival(barrier, places[-1]), BRANCH), drop)
         yield Mutant(f"arrive-{barrier}-next", "an arrival at the next barrier", arrival(barrier, places[0]), put(r"\[(%\w+)(\+(\d+))?\]", lambda match: f"[{match[1]}+{int(match[3] or 0) + 8}]"))
-    for name, low in (("q-full", None), ("q-empty", 3), ("k-full", 1), ("k-empty", 5), ("a-full", 3), ("out-full", 3), ("out-empty", 1)):
+    for name, low in (("q-full", None), ("q-empty", 3), ("k-full", 32), ("k-empty", 160), ("a-full", 3), ("out-full", 3), ("out-empty", 1)):
         offset = next(number for number, barrier in BARRIERS.items() if barrier == name)
         place = every(rf"{INIT}.*\[%\w+\+{offset}\]" if offset else rf"{INIT}.*\[%\w+\],")
         if low is not None:
             yield Mutant(f"init-{name}-low", "a barrier for one warp too few", place, put(r", %\w+;", f", {low};"))
-        yield Mutant(f"init-{name}-high", "a barrier for one warp too many", place, put(r", %\w+;", f", {(low or 0) + 2};"))
+        yield Mutant(f"init-{name}-high", "a barrier for one warp too many", place, put(r", %\w+;", f", {(low or 0) + (64 if name in BY_LANE else 2)};"))
     yield Mutant("init-dropped", "a barrier that is not set up", any_of(INIT), drop)
     yield Mutant("expect-tx-lowered", "8192 bytes expected of 16512", source(every(EXPECT), 2), put("16512", "8192"))
     yield Mutant("expect-tx-raised", "16528 bytes expected of 16512", source(every(EXPECT), 2), add(16))
