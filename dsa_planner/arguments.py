@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentCheck",
     "Tensors",
-    "check_addresses",
-    "check_alignment",
-    "check_overlap",
     "dtype_name",
+    "explain_placement",
+    "placement_ok",
     "require_tensor",
 ]
 
@@ -281,41 +280,22 @@ def require_tensor(name: str, tensor: Any) -> None:
         ) from None
 
 
-def check_addresses(names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> None:
-    """Refuse a tensor that has elements and no memory, such as a fake one or the wrapper of a distributed one.
-
-    Raises:
-        UnsupportedError: it names the tensor.
-    """
-    if all(addresses):
-        return
-    for name, address, size in zip(names, addresses, sizes, strict=True):
-        if size and not address:
-            raise UnsupportedError(
-                f"{name} without memory", "it has elements and no address", f"pass a plain tensor: {name}.to_local()"
-            )
+def placement_ok(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether memory is there, aligned and without overlap. A no may be wrong: then look closer."""
+    starts, ends = sorted(addresses), sorted(map(add, addresses, sizes))
+    return (
+        # A launch without workspace has 0 for it.
+        (starts[0] > 0 or (starts[1] > 0 and addresses[-1] == sizes[-1] == 0))
+        and not reduce(or_, addresses) % ALIGNMENT
+        # What does not overlap ends in the order in which it starts, each before the next one starts.
+        and all(map(le, ends, starts[1:]))
+    )
 
 
-def check_alignment(names: Sequence[str], addresses: Sequence[int]) -> None:
-    """Refuse a tensor whose address is not aligned.
-
-    Raises:
-        UnsupportedError: it names the tensor and the address.
-    """
-    if not reduce(or_, addresses) % ALIGNMENT:
-        return
-    for name, address in zip(names, addresses, strict=True):
-        alignment = 4 if name == "grad_loss" else ALIGNMENT
-        if address % alignment:
-            raise UnsupportedError(
-                f"{name} at address {address:#x}", f"it must be aligned to {alignment} bytes", f"pass {name}.clone()"
-            )
-
-
-def check_overlap(
+def explain_placement(
     names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], written: frozenset[str]
 ) -> None:
-    """Refuse a launch that writes memory which another of its tensors uses.
+    """Find what is wrong with memory that ``placement_ok`` refused, if anything is.
 
     Args:
         names: of the launch's tensors.
@@ -324,13 +304,20 @@ def check_overlap(
         written: the names of those that the launch writes.
 
     Raises:
-        UnsupportedError: two tensors share bytes, and at least one of them is written.
+        UnsupportedError: a tensor has elements and no memory, as a fake one or the wrapper of a distributed one; an
+            address is not aligned; two tensors share bytes, and at least one of them is written.
     """
-    # Memory without overlap ends in the order in which it starts, each piece before the next one starts. Empty tensors
-    # may break that, and a look at each pair tells.
-    starts, ends = sorted(addresses), sorted(map(add, addresses, sizes))
-    if all(map(le, ends, starts[1:])):
-        return
+    for name, address, size in zip(names, addresses, sizes, strict=True):
+        if size and not address:
+            raise UnsupportedError(
+                f"{name} without memory", "it has elements and no address", f"pass a plain tensor: {name}.to_local()"
+            )
+    for name, address in zip(names, addresses, strict=True):
+        alignment = 4 if name == "grad_loss" else ALIGNMENT
+        if address % alignment:
+            raise UnsupportedError(
+                f"{name} at address {address:#x}", f"it must be aligned to {alignment} bytes", f"pass {name}.clone()"
+            )
     spans = [(a, a + size, name) for name, a, size in zip(names, addresses, sizes, strict=True) if size]
     for (start, end, name), (other_start, other_end, other) in combinations(spans, 2):
         if start < other_end and other_start < end and (name in written or other in written):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-from dsa_planner.arguments import Tensors, check_addresses, check_alignment, check_overlap
+from dsa_planner.arguments import Tensors, explain_placement, placement_ok
 from dsa_planner.driver import call, cu
 from dsa_planner.launch_graph import LaunchGraph
 from dsa_planner.launch_record import TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
@@ -204,14 +205,11 @@ class Block:
         self._shape: Shape | None = None
         self._addresses: list[int] = []
         self._scalars: tuple[float, float] | None = None
-        self._maps: dict[str, tuple[Any, int, Shape]] = {}
-        """By name, a CUtensorMap, and the address and shape that it is for. The driver reads it where it is."""
         self._graphs: dict[tuple[int, ...], LaunchGraph] = {}
         self._values = ctypes.create_string_buffer(layout.size)
         base = ctypes.addressof(self._values)
         self._arrays = []
-        self._map_pointers: dict[str, list[tuple[Any, int]]] = {name: [] for name in layout.maps}
-        """By name, where the pointers to a tensor map are: (array, index)."""
+        map_pointers: dict[str, list[tuple[Any, int]]] = {name: [] for name in layout.maps}
         self.configs = []
         for kernel in layout.kernels:
             array = (ctypes.c_void_p * len(kernel.parameters))()
@@ -219,7 +217,7 @@ class Block:
                 if parameter.tensor_map is None:
                     array[index] = base + layout.offset(parameter)
                 else:
-                    self._map_pointers[parameter.name].append((array, index))
+                    map_pointers[parameter.name].append((array, index))
             self._arrays.append(array)
             config = cu.CUlaunchConfig()
             config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
@@ -227,6 +225,7 @@ class Block:
             config.sharedMemBytes = kernel.shared_bytes
             self.configs.append(config)
         self.parameters = [ctypes.addressof(array) for array in self._arrays]
+        self._maps = [_HeldMap(name, tensor_map, map_pointers[name]) for name, tensor_map in layout.maps.items()]
 
     def pack(self, shape: Shape, addresses: list[int], sm_scale: float, loss_coeff: float) -> None:
         """Make the block say what a launch needs.
@@ -240,22 +239,21 @@ class Block:
         Raises:
             UnsupportedError: an address that is not aligned, or tensors that overlap.
         """
-        changed = False
         if self._shape is not shape or self._addresses != addresses:
-            changed = True
-            _check_placement(shape, addresses)
-            self._pack_addresses(shape, addresses)
+            if not placement_ok(addresses, shape.sizes):
+                explain_placement(_NAMES, addresses, shape.sizes, _WRITTEN)
             if self._shape is not shape:
                 self._pack_shape(shape)
+            self._pack_addresses(shape, addresses)
+        elif self._scalars == (sm_scale, loss_coeff):
+            return
         if self._scalars != (sm_scale, loss_coeff):
-            changed = True
             values = {"sm_scale": sm_scale, "loss_scale": loss_coeff / shape.rows if shape.rows else 0.0}
             layout = self.layout
             layout.float_pack.pack_into(self._values, layout.float_offset, *[values[name] for name in layout.floats])
             self._scalars = (sm_scale, loss_coeff)
-        if changed:
-            for graph in self._graphs.values():
-                graph.behind = True
+        for graph in self._graphs.values():
+            graph.behind = True
 
     def graph(self, shape: Shape, functions: Sequence[Any]) -> LaunchGraph:
         """The graph of a shape's kernels, with what is packed now; ``functions`` of all kernels of the record.
@@ -281,34 +279,58 @@ class Block:
         layout.int_pack.pack_into(self._values, layout.int_offset, *[shape.values[name] for name in layout.ints])
         for index, grid in shape.grids:
             self.configs[index].gridDimX = grid
+        for graph in self._graphs.values():
+            graph.grids_behind = True
+        self._pointers = itemgetter(*[shape.places[name] for name in layout.pointers])
+        for held in self._maps:
+            held.address = None
         self._shape, self._scalars = shape, None  # loss_scale depends on the rows
 
     def _pack_addresses(self, shape: Shape, addresses: list[int]) -> None:
-        """Pack the pointers, and write a tensor map again where its address or an extent has changed."""
-        layout = self.layout
-        workspace = addresses[-1]
-        places = [*addresses[:-1], *[workspace + offset for offset in shape.offsets]]
-        layout.pointer_pack.pack_into(self._values, 0, *[places[shape.places[name]] for name in layout.pointers])
-        for name, tensor_map in layout.maps.items():
+        """Pack the pointers, and see to the tensor maps whose address or extents have changed."""
+        places = addresses[:-1]
+        for offset in shape.offsets:
+            places.append(addresses[-1] + offset)
+        self.layout.pointer_pack.pack_into(self._values, 0, *self._pointers(places))
+        for held in self._maps:
             # Of an empty tensor nothing is read: any memory will do.
-            self._pack_map(name, tensor_map, places[shape.places[name]] or addresses[0], shape)
+            address = places[shape.places[held.name]] or addresses[0]
+            if held.address != address:
+                held.point_to(address, shape)
         self._addresses = addresses
 
-    def _pack_map(self, name: str, tensor_map: TensorMap, address: int, shape: Shape) -> None:
-        """See to the map over a contiguous tensor; without extents or memory there is none: its kernel has no CTA."""
-        encoded, last_address, last_shape = self._maps.get(name, (None, 0, None))
-        if last_shape is not shape:
-            extents = [extent(shape.values) for extent in tensor_map.extents]
+
+class _HeldMap:
+    """A CUtensorMap parameter. The driver reads it where it is, so it stays there until its extents change.
+
+    Args:
+        name: of the tensor.
+        tensor_map: what the record says of it.
+        pointers: where the addresses of this parameter are to be written: (array, index).
+    """
+
+    def __init__(self, name: str, tensor_map: TensorMap, pointers: Sequence[tuple[Any, int]]) -> None:
+        self.name = name
+        self.address: int | None = None
+        """Of the tensor; None where the extents may have changed."""
+        self._tensor_map = tensor_map
+        self._pointers = pointers
+        self._encoded: Any = None
+
+    def point_to(self, address: int, shape: Shape) -> None:
+        """Make it a map over the contiguous tensor at an address; without extents or memory there is none: its kernel
+        has no CTA.
+        """
+        if self.address is None:
+            extents = [extent(shape.values) for extent in self._tensor_map.extents]
             if not (all(extents) and address):
                 return
-            encoded = _encoded(tensor_map, extents, address)
-            for array, index in self._map_pointers[name]:
-                array[index] = int(encoded.getPtr())
-        elif last_address != address:
-            call("moving a tensor map", cu.cuTensorMapReplaceAddress(encoded, address))
+            self._encoded = _encoded(self._tensor_map, extents, address)
+            for array, index in self._pointers:
+                array[index] = int(self._encoded.getPtr())
         else:
-            return
-        self._maps[name] = (encoded, address, shape)
+            call("moving a tensor map", cu.cuTensorMapReplaceAddress(self._encoded, address))
+        self.address = address
 
 
 def _encoded(tensor_map: TensorMap, extents: Sequence[int], address: int) -> Any:
@@ -334,12 +356,6 @@ def _encoded(tensor_map: TensorMap, extents: Sequence[int], address: int) -> Any
             cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
     )
-
-
-def _check_placement(shape: Shape, addresses: Sequence[int]) -> None:
-    check_addresses(_NAMES, addresses, shape.sizes)
-    check_alignment(_NAMES, addresses)
-    check_overlap(_NAMES, addresses, shape.sizes, _WRITTEN)
 
 
 def _unique(parameters: Sequence[Parameter], type_: str) -> list[str]:

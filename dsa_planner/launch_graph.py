@@ -41,7 +41,9 @@ class LaunchGraph:
         self, kernels: Sequence[int], functions: Sequence[Any], configs: Sequence[Any], parameters: Sequence[int]
     ) -> None:
         self.behind = False
-        """Whether grids or parameters have changed since they were read."""
+        """Whether parameters have changed since they were read."""
+        self.grids_behind = False
+        """The same of grids."""
         what = "making the graph of a launch"
         self._nodes = []
         self._executable = None
@@ -70,8 +72,10 @@ class LaunchGraph:
         Raises:
             DriverError: the driver refused; the graph is then to be closed.
         """
-        for handle, node, config in self._nodes:
-            node.gridDimX = config.gridDimX
+        if self.grids_behind:
+            for _, node, config in self._nodes:
+                node.gridDimX = config.gridDimX
+        for handle, node, _ in self._nodes:
             (status,) = cu.cuGraphExecKernelNodeSetParams(self._executable, handle, node)
             if status != _SUCCESS:
                 raise DriverError(
@@ -79,7 +83,7 @@ class LaunchGraph:
                     f"the CUDA driver answered {name_of_failure(status)}",
                     "set DSA_PLAN_LAUNCH=kernels to launch without graphs",
                 )
-        self.behind = False
+        self.behind = self.grids_behind = False
 
     def launch(self, stream: int) -> Any:
         """Launch on a stream; the driver's status."""

@@ -72,14 +72,17 @@ class PlanContender(Contender):
         return _numbered(self.plan.launch, inputs, outputs)
 
     def host_calls(self, inputs: Inputs) -> dict[str, Callable[[int], Any]]:
-        """``plan.launch`` into given buffers, and ``indexer_backward``, which allocates those of the default dtype."""
+        """``plan.launch`` into given buffers, and ``indexer_backward``, which allocates those of the default dtype.
+
+        Each with the buffers of the call before, and "moved": with another attn_score than the call before.
+        """
         outputs: dict[str, Any] = {}
         if self._d_weights == "fp32":
             outputs["d_weights"] = inputs.d_weights
         if self._d_index_k == "fp32":
             outputs["d_index_k"] = inputs.d_index_k
         operator = _numbered(operators.indexer_backward, inputs, {**outputs, **self._options})
-        return {"launch": self.prepare(inputs), "indexer_backward": operator}
+        return {**_with_moved("launch", self.prepare(inputs)), **_with_moved("indexer_backward", operator)}
 
 
 class Peer(Contender):
@@ -95,7 +98,7 @@ class Peer(Contender):
         return _numbered(self._wrapper, inputs, outputs)
 
     def host_calls(self, inputs: Inputs) -> dict[str, Callable[[int], Any]]:
-        return {"indexer_backward": self.prepare(inputs)}
+        return _with_moved("indexer_backward", self.prepare(inputs))
 
 
 def _numbered(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> Callable[[int], Any]:
@@ -107,6 +110,10 @@ def _numbered(function: Callable[..., Any], inputs: Inputs, options: Mapping[str
         function(*arguments[number % count], sm_scale=_SM_SCALE, **options)
 
     return call
+
+
+def _with_moved(name: str, call: Callable[[int], Any]) -> dict[str, Callable[[int], Any]]:
+    return {name: lambda number: call(0), f"{name}_moved": call}
 
 
 def find_peer() -> Peer | str:

@@ -209,10 +209,11 @@ def table(report: Report) -> Rows:
 
 def host_table(report: Report) -> Rows:
     """Header and rows: host times."""
-    rows = [["host", "topk", "launch", "p10-p90", "indexer_backward", "p10-p90"]]
+    functions = ("launch", "launch_moved", "indexer_backward", "indexer_backward_moved")
+    rows = [["host", "topk", *[heading for name in functions for heading in (name, "p10-p90")]]]
     for entry in report.host:
         row = [entry.name, str(entry.topk)]
-        for name in ("launch", "indexer_backward"):
+        for name in functions:
             stat = entry.times_us.get(name)
             row += [_us(stat), "-" if stat is None else f"{stat.p10:.1f}-{stat.p90:.1f}"]
         rows.append(row)

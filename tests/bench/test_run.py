@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from fake_clocks import PLAN_KERNELS, FakeClocks  # noqa: E402
 from dsa_planner import errors  # noqa: E402
 from dsa_planner.bench import __main__ as plain  # noqa: E402
 from dsa_planner.bench import contenders, report, request, run  # noqa: E402
+from dsa_planner.bench.inputs import make  # noqa: E402
+from dsa_planner.bench.request import Shape  # noqa: E402
 
 SMALL = {"topk": "128", "s_q": "6", "s_k": "130", "repeats": "4"}
 
@@ -71,8 +74,23 @@ def test_stages_calls_and_pairs(bench: Bench) -> None:
     assert result.floor_ns is not None
     assert result.floor_ns.rounds == (0.1,) * 4
     assert found.host[0].times_us["launch"].median == 25.0
-    assert list(found.host[0].times_us) == ["launch", "indexer_backward"]
+    assert list(found.host[0].times_us) == [
+        "launch", "launch_moved", "indexer_backward", "indexer_backward_moved"
+    ]  # fmt: skip
     assert found.clocks_mhz == (1980,) * 4
+
+
+def test_host_times_are_of_the_same_buffers_and_of_moved_ones(bench: Bench) -> None:
+    asked = request.parse(SMALL)
+    plan = contenders.PlanContender(asked, "default", 128)
+    calls = plan.host_calls(make(Shape(1, 6, 130, 128, "uniform"), asked, "cpu"))
+    for name, several in (("launch", False), ("launch_moved", True)):
+        bench.driver.launches.clear()
+        for number in range(4):
+            calls[name](number)
+        attn_scores = [launch.ints()[0] for launch in bench.driver.launches if "score_grad" in launch.symbol]
+        assert len(attn_scores) == 4
+        assert all((one != other) is several for one, other in pairwise(attn_scores)), name
 
 
 def test_a_fp32_d_index_k_takes_no_third_kernel(bench: Bench) -> None:
