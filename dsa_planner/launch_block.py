@@ -12,12 +12,15 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsa_planner.arguments import Tensors, explain_placement, placement_ok
 from dsa_planner.driver import call, cu
 from dsa_planner.launch_graph import LaunchGraph
 from dsa_planner.launch_record import TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Block", "BlockLayout", "Shape", "workspace_bytes"]
 
@@ -206,6 +209,8 @@ class Block:
         self._addresses: list[int] = []
         self._scalars: tuple[float, float] | None = None
         self._graphs: dict[tuple[int, ...], LaunchGraph] = {}
+        self.scratch: tuple[int, torch.Tensor] | None = None
+        """Workspace that is kept for the next launch: (id of its stream, tensor)."""
         self._values = ctypes.create_string_buffer(layout.size)
         base = ctypes.addressof(self._values)
         self._arrays = []
@@ -270,7 +275,8 @@ class Block:
         return graph
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the graphs, and the scratch."""
+        self.scratch = None
         while self._graphs:
             self._graphs.popitem()[1].close()
 

@@ -17,11 +17,12 @@ from typing import Any
 
 from dsa_planner.driver import call, cu, name_of_failure
 from dsa_planner.errors import DriverError
+from dsa_planner.streams import LEGACY_STREAM
 
-__all__ = ["LaunchGraph", "may_launch_graph"]
+__all__ = ["LaunchGraph", "is_captured"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
-_NOT_CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+_NOT_CAPTURED = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 class LaunchGraph:
@@ -96,10 +97,12 @@ class LaunchGraph:
         cu.cuGraphDestroy(self._graph)
 
 
-def may_launch_graph(stream: int) -> bool:
-    """Whether a stream takes a graph: whether it is not being captured."""
+def is_captured(stream: int) -> bool:
+    """Whether a stream is being captured, or not even the driver can tell: a launch then says what is wrong."""
+    if stream <= LEGACY_STREAM:  # the default stream cannot be
+        return False
     status, capture = cu.cuStreamIsCapturing(stream)
-    return bool(status == _SUCCESS and capture == _NOT_CAPTURING)
+    return bool(status != _SUCCESS or capture != _NOT_CAPTURED)
 
 
 @contextmanager

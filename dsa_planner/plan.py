@@ -4,9 +4,10 @@ Loading forces every kernel in, so that nothing is left to load lazily at the fi
 own account of the kernels' parameters with the manifest.
 
 A launch checks its tensors, packs their addresses and a few numbers into one block of memory, and has the driver launch
-the kernels as one graph on the caller's stream (``launch_graph``). It synchronises nothing, and allocates nothing but
-the scratch of a launch where the caller brings no workspace. What depends on shapes only is kept from the launch before
-and made again when they change; likewise what depends on addresses. Nothing is looked up by shape.
+the kernels as one graph on the caller's stream (``launch_graph``). It synchronises nothing. Where the caller brings no
+workspace, scratch comes from torch's allocator, and a stream's next launch takes it again if it is small. What depends
+on shapes only is kept from the launch before and made again when they change; likewise what depends on addresses.
+Nothing is looked up by shape.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from dsa_planner import envelope, streams
 from dsa_planner.arguments import ArgumentCheck, Tensors, dtype_name
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.driver import Device, cu, device, invoke, name_of_failure
+from dsa_planner.driver import Device, call, cu, device, invoke, name_of_failure
 from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError, UnsupportedError, shown
 from dsa_planner.launch_block import Block, BlockLayout, Shape, workspace_bytes
-from dsa_planner.launch_graph import may_launch_graph
+from dsa_planner.launch_graph import is_captured
 from dsa_planner.launch_record import PARAMETER_BYTES, KernelLaunch, LaunchRecord
 from dsa_planner.settings import LAUNCHES
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
-_MOST_BLOCKS = 16  # streams whose launch parameters a plan keeps
+_MOST_BLOCKS = 16  # streams whose launch parameters and scratch a plan keeps
+_MOST_KEPT_BYTES = 32 << 20  # of scratch, for a stream; beyond, a call takes so long that an allocation is nothing
 _NO_SUCH_PARAMETER = cu.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
@@ -39,7 +41,8 @@ class Plan:
     """A compiled plan, loaded on one device.
 
     Made by ``dsa_planner.load_plan``. One plan serves every shape; it may be launched from several threads and on
-    several streams at once. Its memory on the device is its code.
+    several streams at once. Its memory on the device is its code, and, for launches without a workspace, scratch of at
+    most 32 MiB for each of the 16 streams used last.
 
     Args:
         file: the plan file.
@@ -81,7 +84,6 @@ class Plan:
         self._blocks: dict[int, Block] = {}
         """By stream, the block of its last launch. A launch takes it out, so that threads do not meet."""
         self._shape: Shape | None = None  # of the last launch
-        self._no_bytes: torch.Tensor | None = None  # torch makes a tensor like another faster than one to measure
         self._constants = {name: self.config[name] for name in ("heads", "head_dim", "topk")}
         self._constants["multiprocessors"] = target.multiprocessors
 
@@ -187,18 +189,29 @@ class Plan:
         stream: int,
     ) -> None:
         """``launch`` after the checks of tensors (``shape_of``) and scalars, for callers in this package."""
-        needed = shape.workspace_bytes
-        workspace = self._workspace(workspace, needed, tensors[2], stream) if needed else None
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        addresses.append(0 if workspace is None else workspace.data_ptr())
         block = self._blocks.pop(stream, None) or Block(self._layout)
-        # A thread that has not used the GPU yet has no context, and without one not even a tensor map can be encoded.
-        status, context = cu.cuCtxGetCurrent()
-        if status == _SUCCESS and int(context) == self._target.context_address:
-            self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream)
-        else:
-            with self._target.current():
-                self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream)
+        try:
+            captured = is_captured(stream)
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if not shape.workspace_bytes:
+                addresses.append(0)
+            elif workspace is None:
+                workspace = self._scratch(block, shape.workspace_bytes, tensors[2], stream, captured)
+                addresses.append(workspace.data_ptr())
+            else:
+                if not self.check.workspace_ok(workspace, shape.workspace_bytes):
+                    self.check.explain_workspace(workspace, shape.workspace_bytes)
+                addresses.append(workspace.data_ptr())
+            # A thread that has not used the GPU yet has no context, and without one no tensor map can be encoded.
+            status, context = cu.cuCtxGetCurrent()
+            if status == _SUCCESS and int(context) == self._target.context_address:
+                self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream, captured)
+            else:
+                with self._target.current():
+                    self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream, captured)
+        except BaseException:  # what the block now holds is unknown
+            block.close()
+            raise
         self._keep(block, stream)
 
     def _launch_block(
@@ -210,20 +223,17 @@ class Plan:
         sm_scale: float,
         loss_coeff: float,
         stream: int,
+        captured: bool,
     ) -> None:
-        try:
-            block.pack(shape, addresses, sm_scale, loss_coeff)
-            # Autograd counts writes, to notice that a tensor which it saved has changed since.
-            self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
-            if self._as_graph and len(shape.kernels) > 1 and may_launch_graph(stream):
-                status = block.graph(shape, self._functions).launch(stream)
-                if status != _SUCCESS:
-                    raise self._refused("the kernels", status)
-            else:
-                self._launch_kernels(block, shape, stream)
-        except BaseException:  # what the block now holds is unknown
-            block.close()
-            raise
+        block.pack(shape, addresses, sm_scale, loss_coeff)
+        # Autograd counts writes, to notice that a tensor which it saved has changed since.
+        self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
+        if not self._as_graph or captured or len(shape.kernels) < 2:
+            self._launch_kernels(block, shape, stream)
+            return
+        status = block.graph(shape, self._functions).launch(stream)
+        if status != _SUCCESS:
+            raise self._refused("the kernels", status)
 
     def _launch_kernels(self, block: Block, shape: Shape, stream: int) -> None:
         handle = cu.CUstream(stream)
@@ -249,15 +259,23 @@ class Plan:
             with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
                 self._blocks.pop(next(iter(self._blocks))).close()
 
-    def _workspace(self, workspace: torch.Tensor | None, needed: int, like: torch.Tensor, stream: int) -> torch.Tensor:
-        if workspace is None:
-            with streams.allocating_on(stream, self.device):
-                if self._no_bytes is None:
-                    self._no_bytes = like.new_empty(0, dtype=self.check.uint8)
-                return self._no_bytes.new_empty(needed)
-        if not self.check.workspace_ok(workspace, needed):
-            self.check.explain_workspace(workspace, needed)
-        return workspace
+    def _scratch(self, block: Block, needed: int, like: torch.Tensor, stream: int, captured: bool) -> torch.Tensor:
+        """Workspace from torch's allocator; if it is small, that of the stream's last launch.
+
+        Streams come and go, and their handles are used again, so the stream is known by its id. What is captured may
+        run beside any stream, so it gets memory of its own, from the graph's pool.
+        """
+        owner = 0
+        if stream > streams.LEGACY_STREAM and not captured:
+            owner = int(call("identifying a stream", cu.cuStreamGetId(stream)))
+        kept = block.scratch
+        if kept is not None and kept[0] == owner and kept[1].nbytes >= needed and not captured:
+            return kept[1]
+        with streams.allocating_on(stream, self.device):
+            scratch = like.new_empty(needed, dtype=self.check.uint8)
+        if needed <= _MOST_KEPT_BYTES and not captured:
+            block.scratch = (owner, scratch)
+        return scratch
 
 
 def _symbols(file: PlanFile, record: LaunchRecord) -> list[tuple[str, list[tuple[int, int]]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsa_planner.errors import DeviceMismatchError, UnsupportedError, shown
 
-__all__ = ["allocating_on", "current_handle", "handle_of"]
+__all__ = ["LEGACY_STREAM", "allocating_on", "current_handle", "handle_of"]
 
 LEGACY_STREAM = 1
 """cudaStreamLegacy: another name of the default stream, handle 0."""

@@ -55,6 +55,7 @@ class FakeDriver:
         self.shared_limits: dict[str, int] = {}
         self.launch_status = SUCCESS
         self.capturing: set[int] = set()
+        self.stream_ids: dict[int, int] = {}
         self.capture_mode = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
         self.graph_status = SUCCESS
         self.graphs: list[Any] = []
@@ -162,6 +163,9 @@ class FakeDriver:
         if self.launch_status == SUCCESS:
             self.launches.append(replace(launch, stream=int(config.hStream)))
         return (self.launch_status,)
+
+    def cuStreamGetId(self, stream: int) -> tuple[Any, ...]:
+        return SUCCESS, self.stream_ids.get(stream, stream)
 
     def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
         status = real.CUstreamCaptureStatus
