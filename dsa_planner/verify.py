@@ -38,10 +38,10 @@ __all__ = [
 
 OUTPUTS = ("d_index_q", "d_weights", "d_index_k")
 STAGE_1_BOUND = 1e-6
-SLACK = {"default": 1e-4, "sm100_v2": 1e-5, "sm90_v2": 1e-5}
+SLACK = {"default": 1e-4, "sm100_v2": 4e-6, "sm90_v2": 4e-6}
 """rms error that d_index_q and d_index_k may have beyond the rounding of their own store. For ``default`` the oracle
 rounds A to bf16, as the backend is defined; what is left are the A that fp32 and fp64 round to different neighbours.
-The v2 backends keep A as two bf16 numbers, which leaves 2.5e-6."""
+The v2 backends keep A as two bf16 numbers, which leaves 2.2e-6 to 2.7e-6; with one bit less, 4.6e-6 or more."""
 D_WEIGHTS_SLACK = 1e-6
 """The same for d_weights, in which no A takes part: sums in fp32 are left, 1e-7 to 2e-7."""
 

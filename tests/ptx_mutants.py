@@ -696,10 +696,6 @@ EQUIVALENT_FROM_3_TILES = {
 """The same, for plans with three tiles a row or more. With two it is a race, and noticed."""
 
 MISSED = {
-    "wgmma-fence-dq-dropped": "the machine asks for a fence after a register was written; the ISA also after it was read",
-    "wgmma-fence-dk-dropped": "the machine asks for a fence after a register was written; the ISA also after it was read",
-    "hi-cut": "15 bits of A in place of 16: the error of d_index_k is 4.6e-6 in place of 2.5e-6, and 1e-5 is allowed",
-    "lo-cut": "15 bits of A in place of 16: the error of d_index_k is 5.0e-6 in place of 2.5e-6, and 1e-5 is allowed",
     "d-weights-lost": "the error of d_weights is up to 1.1e-7 in place of 1.0e-7, and 1e-6 is allowed",
     "d-weights-lost-sign": "the error of d_weights is up to 1.3e-7 in place of 1.0e-7, and 1e-6 is allowed",
     "d-weights-cut-scores": "the error of d_weights is up to 1.4e-7 in place of 1.0e-7, and 1e-6 is allowed",

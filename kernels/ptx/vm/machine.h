@@ -130,7 +130,7 @@ typedef struct {
   u32 wgmma_agent, wgmma_clock, wgmma_group, wgmma_issued;
   u32 tmem_agent[2], tmem_clock[2], tc5_loads; /* of tcgen05.ld and tcgen05.st */
   u32 *tc5_loading;                            /* per slot: 1 + pc of the tcgen05.ld that has not been waited for */
-  u32 *wgmma_stamp;                            /* per slot: when a generic write last touched a wgmma register */
+  u32 *wgmma_stamp;                            /* per slot: when another instruction last touched a wgmma register */
   u32 stamp, fence_stamp;
   u64 *counts; /* executions per instruction */
   u64 executed;

@@ -240,11 +240,13 @@ static i32 op_WGMMA_WAIT(Warp *w, const Insn *i, u32 mask) {
 }
 
 /* An instruction that reads or writes registers that some wgmma uses. One that a wgmma in flight writes is not to be
-   touched; one that was written needs a fence before the next wgmma. `touches` lists the writes, then the reads. */
+   touched; one that was touched needs a fence before the next wgmma. `touches` lists the writes, then the reads. */
 static void check_wgmma_registers(Warp *w, const i32 *touches) {
   Machine *m = w->cta->machine;
-  i32 writes = *touches++;
-  for (i32 n = 0; n < writes; n++) w->wgmma_stamp[touches[n]] = ++w->stamp;
+  i32 writes = *touches++, reads = touches[writes];
+  w->stamp++;
+  for (i32 n = 0; n < writes; n++) w->wgmma_stamp[touches[n]] = w->stamp;
+  for (i32 n = 0; n < reads; n++) w->wgmma_stamp[touches[writes + 1 + n]] = w->stamp;
   for (Async *op = w->cta->pending; op; op = op->next) {
     if (op->kind != ASYNC_WGMMA || op->warp != w->index) continue;
     const Insn *mma = &m->code[op->pc];
@@ -252,7 +254,7 @@ static void check_wgmma_registers(Warp *w, const i32 *touches) {
       i32 owned = m->lists[mma->list + r];
       for (i32 n = 0; n < writes; n++)
         if (touches[n] == owned) find(m, FIND_WGMMA, op->pc, w->pc, w->cta, w->index, -1, SPACE_REGISTER, owned);
-      for (i32 n = 0; n < touches[writes]; n++)
+      for (i32 n = 0; n < reads; n++)
         if (touches[writes + 1 + n] == owned)
           find(m, FIND_WGMMA, op->pc, w->pc, w->cta, w->index, -1, SPACE_REGISTER, owned);
     }

@@ -269,6 +269,12 @@ FAULTS = [
         "wgmma contract", "wgmma.mma_async", by="wgmma.fence.sync.aligned;", threads=128,
     ),
     Fault(
+        "a-wgmma-after-a-register-read-without-a-fence",
+        _WGMMA_ROOM + _FENCED + "wgmma.fence.sync.aligned;\n" + _WGMMA + _COMMITTED + _WAITED
+        + "st.global.b32 [%d3], %r1;\nREPAIR\n" + _WGMMA + _COMMITTED + _WAITED,
+        "wgmma contract", "wgmma.mma_async", by="wgmma.fence.sync.aligned;", threads=128,
+    ),
+    Fault(
         "a-wgmma-without-any-fence",
         _WGMMA_ROOM.replace("eq.u32 %p3", "ne.u32 %p3") + _FENCED + "REPAIR\n"
         + _WGMMA.replace("{%r1, %r2, %r3, %r4}", "{%r30, %r31, %r32, %r33}") + _COMMITTED + _WAITED
