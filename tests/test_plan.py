@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,9 @@ from dsa_planner import launch_record, streams  # noqa: E402
 from dsa_planner.cache.planfile import PlanFile  # noqa: E402
 from dsa_planner.cache.writable import WritableLayer  # noqa: E402
 from dsa_planner.launch_record import LaunchRecord  # noqa: E402
+from dsa_planner.plan import Plan  # noqa: E402
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture
@@ -287,6 +291,46 @@ def test_kernels_are_launched_as_one_graph(fake: fake_driver.FakeDriver) -> None
     assert fake.graph_launches[3:] == [1, 0, 1], "one for each set of kernels"
     plan.launch(**given, stream=6)
     assert fake.graph_launches[6:] == [2], "one for each stream: the launches of one graph wait for each other"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_graphs_hand_over_what_kernels_do(
+    fake: fake_driver.FakeDriver, compiled: PlanFile, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whatever changes from launch to launch, and whether it is captured in between."""
+    monkeypatch.setattr(streams, "allocating_on", lambda handle, device: nullcontext())
+    record = LaunchRecord.parse(compiled.launch)
+    graph, kernels = Plan(compiled, 0), Plan(compiled, 0, "kernels")
+    draw = random.Random(seed)
+    calls = []
+    for batch, s_q, s_k in ((1, 6, 20), (2, 6, 20), (1, 7, 20), (1, 6, 21), (1, 0, 20), (1, 6, 0), (1, 0, 0)):
+        case = dsa_cases.make(batch, s_q, s_k, 128)
+        workspace = torch.empty(graph.workspace_bytes(batch, s_k) + 16, dtype=torch.uint8)
+        for _ in range(2):  # with other addresses
+            given = {name: tensor.clone() for name, tensor in case.inputs().items()}
+            calls += [{**given, **outputs(case, dtype), "workspace": workspace} for dtype in DTYPES]
+    for _ in range(150):
+        given = dict(draw.choice(calls))
+        scratch = draw.random() < 0.3
+        if scratch:
+            del given["workspace"]
+        scalars = {"sm_scale": draw.choice((0.5, 1.0)), "topk_indices_global": draw.random() < 0.2}
+        stream = draw.choice((0, 5, 6))
+        fake.capturing = {5} if draw.random() < 0.2 else set()
+        found = []
+        for plan in (graph, kernels):
+            fake.launches.clear()
+            plan.launch(**given, **scalars, stream=stream)
+            for launch in fake.launches:
+                values = fake_driver.by_name(launch, record)
+                if scratch and given["d_index_k"].dtype is torch.bfloat16:
+                    del values["dk_accum"]  # each has its own
+                maps = {name: value[0] for name, value in values.items() if isinstance(value, tuple)}
+                found.append((plan, launch.symbol, launch.grid, launch.block, launch.stream, values | maps))
+        assert [entry[1:] for entry in found if entry[0] is graph] == [
+            entry[1:] for entry in found if entry[0] is kernels
+        ]
+    assert len(fake.graph_launches) > 50
 
 
 def test_a_launch_under_capture_is_of_kernels(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
