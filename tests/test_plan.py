@@ -325,11 +325,10 @@ def test_graphs_hand_over_what_kernels_do(
                 values = fake_driver.by_name(launch, record)
                 if scratch and given["d_index_k"].dtype is torch.bfloat16:
                     del values["dk_accum"]  # each has its own
-                maps = {
-                    name: (value[0], fake.encodes[value[1] - 1][3])  # address and extents
-                    for name, value in values.items()
-                    if isinstance(value, tuple)
-                }
+                maps = {name: value for name, value in values.items() if isinstance(value, tuple)}
+                for name, (address, encoding) in maps.items():
+                    assert fake.encodes[encoding - 1][3] == [128, 64 * values["rows"]]
+                    maps[name] = address
                 found.append((plan, launch.symbol, launch.grid, launch.block, launch.stream, values | maps))
         assert [entry[1:] for entry in found if entry[0] is graph] == [
             entry[1:] for entry in found if entry[0] is kernels
