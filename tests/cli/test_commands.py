@@ -628,12 +628,18 @@ def test_an_index_that_a_full_disk_cut_short_is_made_anew_with_a_warning(command
     assert json.loads(command("show", plan["plan_id"], "--json").stdout)["seconds"] > 0
 
 
+def heed_signals() -> None:
+    """In a child: undo what nohup and background jobs do, whose children ignore signals."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def test_a_terminated_precompile_ends_its_compilations_at_once(command: Command) -> None:
     for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")):
         process = subprocess.Popen(
             [sys.executable, "-m", "dsa_planner.cli.main", "precompile", "--topk", "all", "-j", "2"],
             env={**command.environment, "TMPDIR": str(command.home)}, cwd=command.home,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals,
         )  # fmt: skip
         deadline = time.monotonic() + 60
         while not list(command.home.glob("dsa-plan-*")) and time.monotonic() < deadline:
@@ -654,6 +660,7 @@ def test_an_interrupted_precompile_leaves_nothing_half_written(command: Command)
     process = subprocess.Popen(
         [sys.executable, "-m", "dsa_planner.cli.main", "precompile", "--topk", "all", "-j", "1"],
         env=command.environment, cwd=command.home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=heed_signals,
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not list(command.layer.rglob("*.dsaplan")) and time.monotonic() < deadline:
