@@ -189,51 +189,48 @@ class Plan:
         stream: int,
     ) -> None:
         """``launch`` after the checks of tensors (``shape_of``) and scalars, for callers in this package."""
+        # A thread that has not used the GPU yet has no context, and without one no tensor map can be encoded.
+        status, context = cu.cuCtxGetCurrent()
+        if status == _SUCCESS and int(context) == self._target.context_address:
+            self._launch(shape, tensors, sm_scale, loss_coeff, workspace, stream)
+        else:
+            with self._target.current():
+                self._launch(shape, tensors, sm_scale, loss_coeff, workspace, stream)
+
+    def _launch(
+        self,
+        shape: Shape,
+        tensors: Tensors,
+        sm_scale: float,
+        loss_coeff: float,
+        workspace: torch.Tensor | None,
+        stream: int,
+    ) -> None:
         block = self._blocks.pop(stream, None) or Block(self._layout)
         try:
             captured = is_captured(stream)
             addresses = [tensor.data_ptr() for tensor in tensors]
-            if not shape.workspace_bytes:
+            if not (needed := shape.workspace_bytes):
                 addresses.append(0)
-            elif workspace is None:
-                workspace = self._scratch(block, shape.workspace_bytes, tensors[2], stream, captured)
-                addresses.append(workspace.data_ptr())
             else:
-                if not self.check.workspace_ok(workspace, shape.workspace_bytes):
-                    self.check.explain_workspace(workspace, shape.workspace_bytes)
+                if workspace is None:
+                    workspace = self._scratch(block, needed, tensors[2], stream, captured)
+                elif not self.check.workspace_ok(workspace, needed):
+                    self.check.explain_workspace(workspace, needed)
                 addresses.append(workspace.data_ptr())
-            # A thread that has not used the GPU yet has no context, and without one no tensor map can be encoded.
-            status, context = cu.cuCtxGetCurrent()
-            if status == _SUCCESS and int(context) == self._target.context_address:
-                self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream, captured)
+            block.pack(shape, addresses, sm_scale, loss_coeff)
+            # Autograd counts writes, to notice that a tensor which it saved has changed since.
+            self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
+            if not self._as_graph or captured or len(shape.kernels) < 2:
+                self._launch_kernels(block, shape, stream)
             else:
-                with self._target.current():
-                    self._launch_block(block, shape, tensors, addresses, sm_scale, loss_coeff, stream, captured)
+                status = block.graph(shape, self._functions).launch(stream)
+                if status != _SUCCESS:
+                    raise self._refused("the kernels", status)
         except BaseException:  # what the block now holds is unknown
             block.close()
             raise
         self._keep(block, stream)
-
-    def _launch_block(
-        self,
-        block: Block,
-        shape: Shape,
-        tensors: Tensors,
-        addresses: list[int],
-        sm_scale: float,
-        loss_coeff: float,
-        stream: int,
-        captured: bool,
-    ) -> None:
-        block.pack(shape, addresses, sm_scale, loss_coeff)
-        # Autograd counts writes, to notice that a tensor which it saved has changed since.
-        self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
-        if not self._as_graph or captured or len(shape.kernels) < 2:
-            self._launch_kernels(block, shape, stream)
-            return
-        status = block.graph(shape, self._functions).launch(stream)
-        if status != _SUCCESS:
-            raise self._refused("the kernels", status)
 
     def _launch_kernels(self, block: Block, shape: Shape, stream: int) -> None:
         handle = cu.CUstream(stream)
