@@ -469,9 +469,9 @@ class Gradients(GemmStage):
                 # Here nothing is under way in the tensor cores. A of this tile is in registers, and so are d_index_k of
                 # the tile before and, where that was its row's last, d_index_q.
                 last = tile == self.row_tiles - 1
-                self.release(shared, "a", worker, count)
+                self.arrive_full(shared, "a", count, worker)  # free to be filled
                 if tile == 0 and row_count > 0:
-                    self.release(shared, "q", worker, row_count - 1)
+                    self.arrive_empty(shared, "q", row_count - 1, worker)
                     self.hand_over_dq(shared, worker, out_count, dq, warp, lane)
                     out_count += 1
                 # A of the tile before has been read when all four warps have seen their part of its d_index_k.
@@ -487,7 +487,7 @@ class Gradients(GemmStage):
                 if count > 0:
                     self.hand_over_dk(shared, worker, out_count, dk, warp, lane, 0)
                 warpgroup.wait_group(0)  # d_index_q of this tile: the last use of its K
-                self.release(shared, "k", worker, count)
+                self.arrive_empty(shared, "k", count, worker)
                 # After the last tile comes one without keys, so that S need not be left out: a wgmma in a branch makes
                 # the assembler wait for each one.
                 next_row = self.row_of(shared, worker, count + 1)
@@ -607,11 +607,6 @@ class Gradients(GemmStage):
         self.arrive_full(shared, "out", out_count, worker)
 
     @cute.jit
-    def release(self, shared, name: cutlass.Constexpr, worker, count):
-        """Tell that this warp is done with a stage; for ``a``, that it may be filled."""
-        self.arrive(self.full if name == "a" else self.empty, shared, name, count, worker)
-
-    @cute.jit
     def stage_dk(self, out, dk, warp, lane, half):
         """Store the warp's 8 rows of one half of d_index_k: row 8 warp + r is slot 16 warp + 8 half + r of the tile.
 
@@ -703,7 +698,7 @@ class Gradients(GemmStage):
         slots = shared.keys.data_ptr() + (self.stage("k", count, worker) * TILE + lane // 8 * 16 + lane % 8)
         for half in cutlass.range_constexpr(2):
             keys[half] = (slots + 8 * half).load()
-        self.release(shared, "k", worker, count)
+        self.arrive_empty(shared, "k", count, worker)
         return row
 
     @cute.jit
