@@ -230,6 +230,7 @@ class Block:
             config.sharedMemBytes = kernel.shared_bytes
             self.configs.append(config)
         self.parameters = [ctypes.addressof(array) for array in self._arrays]
+        self._pointers: Callable[[list[int]], tuple[int, ...]]  # those of the last shape, from all addresses
         self._maps = [_HeldMap(name, tensor_map, map_pointers[name]) for name, tensor_map in layout.maps.items()]
 
     def pack(self, shape: Shape, addresses: list[int], sm_scale: float, loss_coeff: float) -> None:
@@ -286,7 +287,7 @@ class Block:
         for index, grid in shape.grids:
             self.configs[index].gridDimX = grid
         for graph in self._graphs.values():
-            graph.grids_behind = True
+            graph.read_grids()
         self._pointers = itemgetter(*[shape.places[name] for name in layout.pointers])
         for held in self._maps:
             held.address = None

@@ -43,8 +43,6 @@ class LaunchGraph:
     ) -> None:
         self.behind = False
         """Whether parameters have changed since they were read."""
-        self.grids_behind = False
-        """The same of grids."""
         what = "making the graph of a launch"
         self._nodes = []
         self._executable = None
@@ -67,15 +65,17 @@ class LaunchGraph:
                 self.close()
                 raise
 
+    def read_grids(self) -> None:
+        """Read the grids again, for the next ``update``."""
+        for _, node, config in self._nodes:
+            node.gridDimX = config.gridDimX
+
     def update(self) -> None:
-        """Take over grids and parameters for the launches to come; those under way keep theirs.
+        """Take over parameters, and grids that were read again, for the launches to come; those under way keep theirs.
 
         Raises:
             DriverError: the driver refused; the graph is then to be closed.
         """
-        if self.grids_behind:
-            for _, node, config in self._nodes:
-                node.gridDimX = config.gridDimX
         for handle, node, _ in self._nodes:
             (status,) = cu.cuGraphExecKernelNodeSetParams(self._executable, handle, node)
             if status != _SUCCESS:
@@ -84,7 +84,7 @@ class LaunchGraph:
                     f"the CUDA driver answered {name_of_failure(status)}",
                     "set DSA_PLAN_LAUNCH=kernels to launch without graphs",
                 )
-        self.behind = self.grids_behind = False
+        self.behind = False
 
     def launch(self, stream: int) -> Any:
         """Launch on a stream; the driver's status."""
