@@ -148,6 +148,18 @@ def _without_doubtful_gates(case: Case) -> torch.Tensor:
     return ids
 
 
+def outputs(
+    case: Case, dk_dtype: torch.dtype = torch.float32, dw_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Buffers for the gradients, full of NaN."""
+    nan = float("nan")
+    return {
+        "d_index_q": torch.full_like(case.index_q, nan),
+        "d_weights": torch.full_like(case.weights, nan, dtype=dw_dtype),
+        "d_index_k": torch.full_like(case.index_k, nan, dtype=dk_dtype),
+    }
+
+
 def expected_score_gradient(case: Case) -> torch.Tensor:
     """Stage 1 of a case, in float64."""
     return oracle.score_gradient(case.attn_score, case.index_score, float(case.grad_loss), case.loss_coeff)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import dsa_cases  # noqa: E402
 import fake_driver  # noqa: E402
+from dsa_cases import outputs  # noqa: E402
 
 import dsa_planner  # noqa: E402
 from dsa_planner import launch_record, streams  # noqa: E402
@@ -31,14 +32,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver
     fake = fake_driver.FakeDriver()
     fake_driver.install(monkeypatch, fake)
     return fake
-
-
-def outputs(case: dsa_cases.Case, dk_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {
-        "d_index_q": torch.empty_like(case.index_q),
-        "d_weights": torch.empty_like(case.weights),
-        "d_index_k": torch.empty_like(case.index_k, dtype=dk_dtype),
-    }
 
 
 def test_a_launch_hands_every_kernel_its_parameters(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:

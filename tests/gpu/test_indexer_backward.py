@@ -27,18 +27,10 @@ if not any(row.kernel for row in ROWS):
 pytestmark = pytest.mark.gpu
 
 
-def poisoned(case: dsa_cases.Case, dk_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {
-        "d_index_q": torch.full_like(case.index_q, NAN),
-        "d_weights": torch.full_like(case.weights, NAN),
-        "d_index_k": torch.full_like(case.index_k, NAN, dtype=dk_dtype),
-    }
-
-
 def run(case: dsa_cases.Case, dk_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Call the operator into poisoned outputs; the score gradient that it left in attn_score, and the outputs."""
     inputs = case.inputs()
-    outputs = poisoned(case, dk_dtype)
+    outputs = dsa_cases.outputs(case, dk_dtype)
     result = dsa_planner.indexer_backward(**inputs, **case.scalars(), **outputs)
     assert list(result) == ["d_index_q", "d_weights", "d_index_k"]
     assert all(result[name] is outputs[name] for name in result)
@@ -195,7 +187,7 @@ def test_grad_loss_is_read_on_the_device_at_launch() -> None:
     scores = inputs["attn_score"]
     start = scores.clone()
     graph = torch.cuda.CUDAGraph()
-    outputs = poisoned(case, torch.float32)
+    outputs = dsa_cases.outputs(case, torch.float32)
     dsa_planner.indexer_backward(**case.inputs(), **case.scalars())  # load outside the capture
     with torch.cuda.graph(graph):
         scores.copy_(start)
@@ -210,7 +202,7 @@ def test_grad_loss_is_read_on_the_device_at_launch() -> None:
 def test_plan_launch_fills_caller_buffers_on_a_side_stream() -> None:
     plan = dsa_planner.load_plan(1024)
     case = dsa_cases.make(2, 100, 777, 1024, seed=11, device="cuda")
-    inputs, outputs = case.inputs(), poisoned(case, torch.bfloat16)
+    inputs, outputs = case.inputs(), dsa_cases.outputs(case, torch.bfloat16)
     workspace = torch.full((plan.workspace_bytes(2, 777),), 255, dtype=torch.uint8, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -238,7 +230,7 @@ def test_outputs_allocated_for_the_caller() -> None:
 def test_a_refused_call_leaves_attn_score_untouched() -> None:
     plan = dsa_planner.load_plan(128)
     case = dsa_cases.make(2, 16, 100, 128, seed=13, device="cuda")
-    good, outputs = case.inputs(), poisoned(case, torch.float32)
+    good, outputs = case.inputs(), dsa_cases.outputs(case, torch.float32)
     bad = {
         "d_index_q": {"d_index_q": outputs["d_index_q"].float()},
         "d_weights": {"d_weights": outputs["d_weights"].float()},

@@ -32,12 +32,7 @@ def new_plan(launch: str = "graph") -> Plan:
 
 
 def tensors(case: dsa_cases.Case, dk_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {
-        **case.inputs(),
-        "d_index_q": torch.full_like(case.index_q, float("nan")),
-        "d_weights": torch.full_like(case.weights, float("nan")),
-        "d_index_k": torch.full_like(case.index_k, float("nan"), dtype=dk_dtype),
-    }
+    return {**case.inputs(), **dsa_cases.outputs(case, dk_dtype)}
 
 
 def case_of(rows: int, seed: int) -> dsa_cases.Case:

@@ -31,21 +31,10 @@ FP32, BF16 = torch.float32, torch.bfloat16
 NAMES = ("d_index_q", "d_weights", "d_index_k")
 
 
-def outputs(
-    case: dsa_cases.Case, dw_dtype: torch.dtype = FP32, dk_dtype: torch.dtype = FP32
-) -> dict[str, torch.Tensor]:
-    poison = float("nan")
-    return {
-        "d_index_q": torch.full_like(case.index_q, poison),
-        "d_weights": torch.full_like(case.weights, poison, dtype=dw_dtype),
-        "d_index_k": torch.full_like(case.index_k, poison, dtype=dk_dtype),
-    }
-
-
 def run(case: dsa_cases.Case, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The score gradient and the outputs of a call."""
-    dtypes = (more.pop("dw_dtype", FP32), more.pop("dk_dtype", FP32))
-    inputs, result = case.inputs(), outputs(case, *dtypes)
+    dtypes = (more.pop("dk_dtype", FP32), more.pop("dw_dtype", FP32))
+    inputs, result = case.inputs(), dsa_cases.outputs(case, *dtypes)
     dsa_planner.indexer_backward(**inputs, **case.scalars(), **result, backend=BACKEND, **more)
     torch.cuda.synchronize()
     return inputs["attn_score"], result
@@ -153,7 +142,7 @@ def test_two_streams_take_turns_and_do_not_share_a_counter() -> None:
     for _ in range(20):
         launched = []
         for case, score_grad, right, stream in lanes:
-            inputs, result = case.inputs(), outputs(case)
+            inputs, result = case.inputs(), dsa_cases.outputs(case, dw_dtype=FP32)
             stream.wait_stream(torch.cuda.current_stream())
             plan.launch(**inputs, **case.scalars(), **result, stream=stream)
             launched.append((inputs, result, score_grad, right))
@@ -171,7 +160,7 @@ def test_two_host_threads_on_their_per_thread_default_streams() -> None:
     lanes = []
     for seed in range(2):
         case = dsa_cases.make(1, 512, 4096, 256, seed=10 + seed, device="cuda")
-        rounds = [(case.inputs(), outputs(case)) for _ in range(10)]
+        rounds = [(case.inputs(), dsa_cases.outputs(case, dw_dtype=FP32)) for _ in range(10)]
         workspace = torch.empty(plan.workspace_bytes(1, 4096, "fp32"), dtype=torch.uint8, device="cuda")
         lanes.append((case, rounds, workspace, run(case)[1]))
     torch.cuda.synchronize()
