@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ from dsa_planner import toolchain, verify
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cli.render import SHORT, console, print_json, table
 from dsa_planner.compiler import compile_plan
-from dsa_planner.planner import available_processors
 from dsa_planner.settings import Settings
+from dsa_planner.threads import available_processors, worker_threads
 
 if TYPE_CHECKING:
     from dsa_planner.kernels.cases import Case
@@ -65,17 +65,13 @@ def _in_order(tasks: Sequence[Callable[[], verify.Outcome]], jobs: int, enabled:
     columns = (TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=out, transient=True, disable=not (enabled and out.is_terminal)) as bar,
-        ThreadPoolExecutor(jobs) as pool,
+        worker_threads(jobs) as pool,
     ):
         bar_task = bar.add_task("", total=len(tasks))
         futures = [pool.submit(task) for task in tasks]
-        try:
-            for future in as_completed(futures):
-                future.result()
-                bar.update(bar_task, advance=1)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in as_completed(futures):
+            future.result()
+            bar.update(bar_task, advance=1)
     return (future.result() for future in futures)
 
 

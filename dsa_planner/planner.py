@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dsa_planner.compiler import DEFAULT_TIMEOUT, compile_plan
 from dsa_planner.errors import CompileError, DsaPlannerError
 from dsa_planner.identity import plan_id_of
 from dsa_planner.settings import Settings
+from dsa_planner.threads import available_processors, worker_threads
 
 __all__ = ["Outcome", "Planner"]
 
@@ -123,21 +124,15 @@ class Planner:
         keep: frozenset[Path],
         built: Callable[[Outcome], None],
     ) -> None:
-        stop = threading.Event()
-        with ThreadPoolExecutor(max_workers=max(1, min(jobs, len(missing)))) as pool:
+        stop = threading.Event()  # ends the compilations that run
+        with worker_threads(max(1, min(jobs, len(missing))), on_abort=stop.set) as pool:
             pending: set[Future[Outcome]] = {
                 pool.submit(self._build, config, plan_id, timeout, stop, keep) for plan_id, config in missing
             }
-            try:
-                while pending:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        built(future.result())
-            except BaseException:
-                stop.set()  # ends the compilations that run
-                for future in pending:
-                    future.cancel()
-                raise
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    built(future.result())
 
     def _build(
         self, config: Mapping[str, Any], plan_id: str, timeout: float, stop: threading.Event, keep: frozenset[Path]
@@ -162,11 +157,3 @@ class Planner:
 def _unforeseen(config: Mapping[str, Any], fault: Exception) -> CompileError:
     label = f"plan {config['backend']} {config['arch']} topk={config['topk']}"
     return CompileError(label, f"an unforeseen fault, {type(fault).__name__}: {fault}", "report it")
-
-
-def available_processors() -> int:
-    """Processors that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
