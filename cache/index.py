@@ -1,4 +1,4 @@
-"""The index of a writable layer: build times and remembered failures, in diskcache. Build side only.
+"""The index of a writable layer: build times, counts and remembered failures, in diskcache. Build side only.
 
 Nothing depends on it. Plans are found by name, checked by digest and evicted by mtime without it; losing it loses
 statistics. So every fault in it is swallowed here, no wait in it is longer than a second or two, and loading a plan
@@ -22,9 +22,9 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import diskcache
@@ -42,7 +42,8 @@ _FILES = {DBNAME, f"{DBNAME}-wal", f"{DBNAME}-shm"}
 _TABLES = {"Settings", "Cache"}
 _NOT_DAMAGE = ("locked", "busy", "full", "readonly", "unable to open", "I/O error", "protocol", "memory", "interrupted")
 """In SQLite's messages: what is wrong with the moment or the place, and not with the database."""
-T = TypeVar("T")
+COUNTS = ("built", "imported", "evicted", "quarantined")
+_TOTALS = "totals"
 
 
 class RefusedRowError(ValueError):
@@ -96,27 +97,50 @@ class Index:
         self._lock = threading.Lock()
         self._warned = False
 
-    def record_build(self, plan_id: str, build_id: str, seconds: float, size: int) -> None:
-        """Note a finished build, and forget failures of the plan."""
-        value = {"seconds": round(seconds, 3), "bytes": size}
-        self._write(
-            lambda cache: (
-                cache.set(f"build/{plan_id}/{build_id}", json.dumps(value)),
-                cache.delete(f"failure/{plan_id}"),
-            )
-        )
+    def record(
+        self,
+        published: tuple[str, str, float | None, int] | None = None,
+        evicted: Sequence[tuple[str, str]] = (),
+        quarantined: int = 0,
+    ) -> None:
+        """Note what happened to plans, and count it.
+
+        Args:
+            published: plan id, build id, seconds that it took to compile (None: it was imported), and bytes.
+            evicted: plan and build ids; what was known of them is dropped.
+            quarantined: damaged files that were set aside.
+        """
+        counts = {"built": 0, "imported": 0, "evicted": len(evicted), "quarantined": quarantined}
+        if published is not None:
+            counts["imported" if published[2] is None else "built"] += 1
+        if not any(counts.values()):
+            return
+
+        def note(cache: diskcache.Cache) -> None:
+            with cache.transact():
+                if published is not None:
+                    plan_id, build_id, seconds, size = published
+                    value = {"seconds": seconds if seconds is None else round(seconds, 3), "bytes": size}
+                    cache.set(f"build/{plan_id}/{build_id}", json.dumps(value))
+                    cache.delete(f"failure/{plan_id}")
+                for pair in evicted:
+                    cache.delete("build/{}/{}".format(*pair))
+                totals = _totals(cache.get(_TOTALS))
+                cache.set(_TOTALS, json.dumps({name: totals[name] + count for name, count in counts.items()}))
+
+        self._write(note)
 
     def record_failure(self, plan_id: str, build_id: str, message: str) -> None:
         """Note why the latest build of a plan failed."""
         value = {"build_id": build_id, "message": message[:_MAX_MESSAGE]}
         self._write(lambda cache: cache.set(f"failure/{plan_id}", json.dumps(value)))
 
-    def forget(self, plan_id: str, build_id: str) -> None:
-        """Drop what is known of a build, for example after its eviction."""
-        self._write(lambda cache: cache.delete(f"build/{plan_id}/{build_id}"))
+    def totals(self) -> dict[str, int]:
+        """How many plans were built, imported and evicted, and files quarantined, since the index was made."""
+        return _totals(self._read_text(_TOTALS))
 
     def build(self, plan_id: str, build_id: str) -> dict[str, Any] | None:
-        """What ``record_build`` noted: seconds and bytes."""
+        """What ``record`` noted of a build: seconds, None if it was imported, and bytes."""
         return self._read(f"build/{plan_id}/{build_id}")
 
     def failure(self, plan_id: str) -> str | None:
@@ -225,7 +249,7 @@ class Index:
             RefusedRowError: it is no folder of the layer.
         """
         self._examine_place()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o775, parents=True, exist_ok=True)  # never for everybody to write
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             deadline = time.monotonic() + WAIT_SECONDS
@@ -244,13 +268,29 @@ class Index:
             os.close(descriptor)
 
     def _read(self, key: str) -> dict[str, Any] | None:
+        return _object(self._read_text(key))
+
+    def _read_text(self, key: str) -> str | None:
         try:
             if not (self.folder / DBNAME).exists():
                 return None
             with self._lock, self._open() as cache:
-                text = cache.get(key)
-            value = json.loads(text) if text is not None else None
-            return value if isinstance(value, dict) else None
+                text: str | None = cache.get(key)
+            return text
         except Exception as error:
             log.info("index %s: %s; its statistics are unknown", self.folder, error)
             return None
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    """The JSON object in a row; None for no row, or anything else."""
+    try:
+        value = None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _totals(text: str | None) -> dict[str, int]:
+    found = _object(text) or {}
+    return {name: value if type(value := found.get(name)) is int else 0 for name in COUNTS}

@@ -1,11 +1,11 @@
-"""Layers: folders of plan files, and the search through them. This is the reading half; it needs no lock and no index.
+"""One layer: a folder of plan files. This is the reading half; it needs no lock and no index.
 
 A layer holds ``plans-v1/<plan id>/<build id>.dsaplan``. The folder name carries the version of the layout: a change of
 format gets a new folder and never migrates an old one. Several builds of one plan, made by different compilers, may lie
-side by side.
+side by side. A bundle has a list of its files beside them, which may be signed (``listing``).
 
 Trouble with a file or a layer never raises here: it is counted, logged with the file's name, and the search goes on, so
-that a bad layer costs a miss and not a job. Standard library only.
+that a bad layer costs a miss and not a job. Standard library only, but for the check of a signature.
 """
 
 from __future__ import annotations
@@ -14,20 +14,39 @@ import logging
 import os
 import stat
 import string
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsa_planner.cache.listing import LISTING, SIGNATURE, Listing, signer
 from dsa_planner.cache.planfile import MAX_BYTES, SUFFIX, PlanFile
-from dsa_planner.errors import PlanFileError
+from dsa_planner.errors import DsaPlannerError, PlanFileError
 
-__all__ = ["Entry", "Layer", "SearchPath", "version_key"]
+__all__ = ["Entry", "Layer", "Policy", "RecordingLayer", "version_key"]
 
 PLANS = "plans-v1"
 log = logging.getLogger("dsa_planner.cache")
 _HEX = frozenset(string.digits + "abcdef")
 _LONGEST_NUMBER = 9
+_ANYONES = "everybody may write it, and DSA_PLAN_PERMISSIONS is strict"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a reader refuses, beyond what is damaged."""
+
+    anyone_may_write: bool = False
+    """Whether files and folders are used that every user of the machine may write."""
+    refused_builds: tuple[str, ...] = ()
+    """Beginnings of the build ids that are never used."""
+    trusted_keys: tuple[Path, ...] = ()
+    """Files of public keys. If there are any, only layers that one of them signed are used."""
+
+    def refuses(self, build_id: str) -> bool:
+        """Whether a build is never used."""
+        return bool(self.refused_builds) and build_id.startswith(self.refused_builds)
 
 
 @dataclass(frozen=True)
@@ -41,21 +60,48 @@ class Entry:
     used_ns: int
 
 
+@dataclass
+class Counts:
+    """What became of the requests to a layer: plans given, plans not found, files and folders skipped for a fault."""
+
+    hits: int = 0
+    misses: int = 0
+    skipped: int = 0
+
+
 def is_id(text: str) -> bool:
     """Whether ``text`` can be a plan or build id. Checked before any id becomes part of a path."""
     return len(text) == 64 and set(text) <= _HEX
 
 
+@dataclass
+class _Admission:
+    """Whether a layer may be used at all, and the list that a trusted key signed, if any has to."""
+
+    refusal: str | None = None
+    signed: Listing | None = field(default=None, repr=False)
+
+
 class Layer:
-    """One read-only folder of plans."""
+    """One read-only folder of plans.
+
+    Args:
+        root: the folder.
+        policy: what is refused.
+    """
 
     writable = False
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, policy: Policy = Policy()) -> None:
         self.root = root
+        self.policy = policy
         self.damaged: dict[Path, str] = {}
-        """Files and folders that could not be used in this process, and why."""
+        """Files and folders that could not be used, and why."""
+        self.refused: dict[Path, str] = {}
+        """Intact files that the policy refuses, and why."""
+        self.counts = Counts()
         self._examined = False
+        self._admission: _Admission | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.root)!r})"
@@ -70,15 +116,28 @@ class Layer:
         """The build ids that the layer holds of a plan, in no particular order."""
         if not is_id(plan_id):
             raise ValueError(f"a plan id is 64 hexadecimal digits, not {plan_id!r}")
+        if self.admission().refusal is not None:
+            return []
         names = self._names(self.root / PLANS / plan_id)
         return [name[: -len(SUFFIX)] for name in names if name.endswith(SUFFIX) and is_id(name[: -len(SUFFIX)])]
 
     def read(self, plan_id: str, build_id: str, record_use: bool = True) -> PlanFile | None:
         """A build of a plan, checked against both of its names, or None."""
         path = self.path_of(plan_id, build_id)
+        admission = self.admission()
+        if admission.refusal is not None:
+            return None
+        if self.policy.refuses(build_id):
+            if os.path.lexists(path):
+                self.refused[path] = "DSA_PLAN_REFUSED_BUILDS refuses its build"
+            return None
         try:
-            data = read_bounded(path)
-            plan = PlanFile.decode(data, str(path), plan_id)
+            self._require_private(path.parent)
+            data = read_bounded(path, self.policy.anyone_may_write)
+            expected = None
+            if admission.signed is not None:
+                expected = admission.signed.plans.get(f"{plan_id}/{build_id}", "")
+            plan = PlanFile.decode(data, str(path), plan_id, expected)
             if plan.build_id != build_id:
                 raise PlanFileError(f"plan file {path}", f"it holds build {plan.build_id}", "remove or rename it")
         except (FileNotFoundError, NotADirectoryError):
@@ -91,15 +150,21 @@ class Layer:
             return None
         except PlanFileError as error:
             self._note(path, error.rule)
-            self._set_aside(path)
+            self._set_aside(path, error.rule)
             return None
         if record_use:
             self._used(path)
         return plan
 
     def find(self, plan_id: str) -> PlanFile | None:
-        """The layer's best build of a plan: that of the newest compiler. None if there is no good one."""
-        plans = [plan for build_id in self.builds(plan_id) if (plan := self.read(plan_id, build_id, False)) is not None]
+        """The layer's build of a plan: that which its list chooses, else the best, of the newest compiler."""
+        builds = self.builds(plan_id)
+        if len(builds) > 1 and (chosen := self._chosen(plan_id)) in builds:
+            plan = self.read(plan_id, chosen)
+            if plan is not None:
+                return plan
+            builds.remove(chosen)
+        plans = [plan for build_id in builds if (plan := self.read(plan_id, build_id, False)) is not None]
         best = max(plans, key=_newest, default=None)
         if best is not None:
             self._used(self.path_of(plan_id, best.build_id))
@@ -108,7 +173,7 @@ class Layer:
     def entries(self) -> Iterator[Entry]:
         """All plan files of the layer, unread, ordered by id."""
         base = self.root / PLANS
-        for plan_id in sorted(self._names(base)):
+        for plan_id in sorted(self._names(base)) if self.admission().refusal is None else ():
             if not is_id(plan_id):
                 continue
             for build_id in sorted(self.builds(plan_id)):
@@ -116,6 +181,54 @@ class Layer:
                 with suppress(OSError):  # evicted since it was listed
                     found = path.lstat() if path.is_symlink() and not path.exists() else path.stat()
                     yield Entry(plan_id, build_id, path, found.st_size, found.st_mtime_ns)
+
+    def admission(self) -> _Admission:
+        """Whether the policy admits the layer; examined once. What is not there is admitted, and misses."""
+        if self._admission is None:
+            admission = _Admission()
+            try:
+                for folder in (self.root, self.root / PLANS):
+                    self._require_private(folder)
+            except PlanFileError as error:
+                admission.refusal = error.rule
+                self._note(folder, error.rule)
+            except OSError:
+                return admission  # whoever misses says so; and the next request looks again
+            if admission.refusal is None and self.policy.trusted_keys:
+                self._require_signature(admission)
+            self._admission = admission
+        return self._admission
+
+    def _require_signature(self, admission: _Admission) -> None:
+        """Read the layer's list, or refuse the layer, if no trusted key has signed the list."""
+        name = SIGNATURE
+        try:
+            signature = read_bounded(self.root / SIGNATURE, self.policy.anyone_may_write)
+            name = LISTING
+            listing = read_bounded(self.root / LISTING, self.policy.anyone_may_write)
+            signer(listing, signature, self.policy.trusted_keys)
+            admission.signed = Listing.decode(listing, str(self.root / LISTING))
+        except FileNotFoundError:
+            admission.refusal = f"it is not signed, it has no {name}, and DSA_PLAN_TRUSTED_KEYS is set"
+        except OSError as error:
+            admission.refusal = f"its {name} cannot be read ({error.strerror})"
+        except DsaPlannerError as error:
+            admission.refusal = error.rule if isinstance(error, PlanFileError) else str(error)
+        if admission.refusal is not None:
+            self._note(self.root, admission.refusal)
+
+    def _chosen(self, plan_id: str) -> str:
+        """The build of a plan that the layer's list chooses; "" for none."""
+        listing = self.admission().signed
+        if listing is None:
+            with suppress(OSError, PlanFileError):
+                data = read_bounded(self.root / LISTING, self.policy.anyone_may_write)
+                listing = Listing.decode(data, str(self.root / LISTING))
+        return "" if listing is None else str(listing.chosen.get(plan_id, ""))
+
+    def _require_private(self, folder: Path) -> None:
+        if not self.policy.anyone_may_write and folder.stat().st_mode & stat.S_IWOTH:
+            raise PlanFileError(f"folder {folder}", _ANYONES, "take that permission away")
 
     def _names(self, folder: Path) -> list[str]:
         try:
@@ -131,8 +244,9 @@ class Layer:
         if folder.parent.name != PLANS or not os.path.lexists(folder) or os.path.isdir(folder):
             self._examine()
             return
-        self._note(folder, "it is not a folder" if os.path.exists(folder) else "it is a link that leads nowhere")
-        self._set_aside(folder)
+        reason = "it is not a folder" if os.path.exists(folder) else "it is a link that leads nowhere"
+        self._note(folder, reason)
+        self._set_aside(folder, reason)
 
     def _examine(self) -> None:
         """After a miss, once: note it if there is no layer here at all. A writable layer need not exist yet."""
@@ -156,65 +270,51 @@ class Layer:
         if path not in self.damaged:
             log.warning("%s: %s; skipped", path, reason)
         self.damaged[path] = reason
+        self.counts.skipped += 1
 
     def _used(self, path: Path) -> None:
         """Called after a hit; a read-only layer keeps no record of use."""
 
-    def _set_aside(self, path: Path) -> None:
+    def _set_aside(self, path: Path, reason: str) -> None:
         """Called for a damaged file, or one in the place of a plan's folder; a read-only layer leaves it there."""
 
 
-class SearchPath:
-    """The layers of a process, in order: read-only ones, then at most one writable one.
+class RecordingLayer(Layer):
+    """A layer that is somebody's writable one: hits are recorded in it, as far as it can be written."""
 
-    The writable layer is not touched before every read-only one has missed.
+    writable = True
 
-    Args:
-        read_only: folders; one that is named twice, or is the writable one too, counts once.
-        writable: the writable layer.
-    """
-
-    def __init__(self, read_only: Sequence[Path], writable: Layer | None = None) -> None:
-        last = [] if writable is None else [writable]
-        folders: dict[str, Path] = {}
-        for root in read_only:
-            folders.setdefault(os.path.realpath(root), root)
-        for layer in last:
-            folders.pop(os.path.realpath(layer.root), None)
-        self.layers = (*(Layer(root) for root in folders.values()), *last)
-
-    def find(self, plan_id: str, build_id: str | None = None) -> tuple[PlanFile, Layer] | None:
-        """A plan, and the layer that held it: of one build, or the first layer's best build."""
-        for layer in self.layers:
-            plan = layer.find(plan_id) if build_id is None else layer.read(plan_id, build_id)
-            if plan is not None:
-                return plan, layer
-        return None
-
-    def describe(self) -> str:
-        """The searched folders, in words, for messages."""
-        return ", ".join(str(layer.root) for layer in self.layers) or "no layer"
+    def _used(self, path: Path) -> None:
+        now = time.time_ns()
+        try:
+            os.utime(path, ns=(now, now))  # finer than the kernel's own clock for files
+        except OSError:
+            with suppress(OSError):
+                os.utime(path)  # somebody else's file, which we may write
 
 
-def read_bounded(path: Path) -> bytes:
+def read_bounded(path: Path, anyone_may_write: bool = True) -> bytes:
     """The content of a regular file of at most MAX_BYTES.
 
     O_NONBLOCK keeps a FIFO of that name from blocking the open for ever.
 
     Raises:
         OSError: it cannot be read.
-        PlanFileError: it is something else than a regular file, or too large.
+        PlanFileError: it is something else than a regular file, too large, or everybody may write it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
+        rule = None
         if not stat.S_ISREG(found.st_mode):
-            raise PlanFileError(f"plan file {path}", "it is not a regular file", "remove it")
-        if found.st_size > MAX_BYTES:
-            raise PlanFileError(
-                f"plan file {path}", f"it has {found.st_size} bytes, more than {MAX_BYTES}", "remove it"
-            )
-        return file.read(MAX_BYTES + 1)
+            rule = "it is not a regular file"
+        elif found.st_size > MAX_BYTES:
+            rule = f"it has {found.st_size} bytes, more than {MAX_BYTES}"
+        elif found.st_mode & stat.S_IWOTH and not anyone_may_write:
+            rule = _ANYONES
+        if rule is not None:
+            raise PlanFileError(f"plan file {path}", rule, "remove it")
+        return file.read(found.st_size + 1)  # a read of more would first make room for all of it
 
 
 def version_key(version: str) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ Layout, all integers little-endian::
 
 The invariant that everything rests on: **a plan is a pure function of its content.** No time, host, user or path is in
 it, so building it twice gives the same bytes, and the file is either exactly what was built or refused: a reader checks
-the trailing digest, the lengths, and that the plan id computed from the manifest is the one that it asked for
-(tests/cache/test_planfile.py). The digest catches damage, not forgery: who can write the file can write a new digest.
+the trailing digest, the lengths, that the plan id computed from the manifest is the one that it asked for, and that the
+cubin's ELF header names the arch that the config does (tests/cache/test_planfile.py). The digest catches damage, not
+forgery: who can write the file can write a new digest. Only a signed list of digests (``listing``) stops a forger.
 
 The manifest::
 
@@ -27,16 +28,15 @@ Nothing is ever unpickled. Standard library only.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from dsa_planner.cache.canonical import canonical_json, digest
+from dsa_planner.cache.canonical import canonical_json, digest, parse_canonical
 from dsa_planner.errors import PlanFileError
 
-__all__ = ["MAX_BYTES", "SUFFIX", "PlanFile", "plan_id"]
+__all__ = ["MAX_BYTES", "SUFFIX", "PlanFile", "elf_arch", "plan_id"]
 
 SUFFIX = ".dsaplan"
 MAGIC = b"DSAPLAN\x01"
@@ -56,6 +56,9 @@ _KERNEL_FIELDS = {
     "dynamic_shared_bytes": int,
     "parameters": list,
 }
+_ELF = struct.Struct("<4s4xB7xHHI24xI")  # magic, ABI version, type, machine, version, flags
+_EM_CUDA = 190
+_ABI_OF_FLAGS_V1 = 7  # up to sm_90 the SM number is in byte 0 of the flags; from ABI version 8 on, in byte 1
 _REMEDY = "build it again with dsa-plan precompile"
 
 
@@ -118,13 +121,17 @@ class PlanFile:
         return body + hashlib.sha256(body).digest()
 
     @classmethod
-    def decode(cls, data: bytes, place: str, expected_plan_id: str | None = None) -> PlanFile:
+    def decode(
+        cls, data: bytes, place: str, expected_plan_id: str | None = None, expected_sha256: str | None = None
+    ) -> PlanFile:
         """Read a plan file and check it.
 
         Args:
             data: the whole file.
             place: where it came from, for the message.
             expected_plan_id: the id under which it was found; None accepts any.
+            expected_sha256: the digest of the whole file by a list that is trusted, "" if that does not list it; None
+                where there is no such list. Compared before anything of the file is interpreted.
 
         Raises:
             PlanFileError: the file is damaged, of another format, or not the plan that its name says.
@@ -141,23 +148,48 @@ class PlanFile:
                 raise refuse(f"it has format version {magic[7]}, this version reads {MAGIC[7]}")
             raise refuse("it does not begin as a plan file does")
         body = memoryview(data)[:-_DIGEST_BYTES]
-        if hashlib.sha256(body).digest() != data[-_DIGEST_BYTES:]:
+        content = hashlib.sha256(body)
+        if content.digest() != data[-_DIGEST_BYTES:]:
             raise refuse("its digest does not match its content, so it is damaged")
+        if expected_sha256 is not None:
+            content.update(data[-_DIGEST_BYTES:])
+            if not expected_sha256:
+                raise refuse("the signed list of its layer does not name it", "export the layer again")
+            if content.hexdigest() != expected_sha256:
+                raise refuse("it is not the file that the signed list of its layer names", "export the layer again")
         start = _HEADER.size + manifest_bytes
         if start > len(body):
             raise refuse("its manifest is longer than the file")
         try:
-            text = bytes(body[_HEADER.size : start])
-            manifest = json.loads(text)
-            if canonical_json(manifest) != text:
-                raise ValueError("it is not in canonical form")
+            manifest, members = parse_canonical(bytes(body[_HEADER.size : start]))
             sections = _split(manifest, body, start)
-            found = plan_id(manifest["identity"])
+            found = hashlib.sha256(members["identity"]).hexdigest()  # as ``plan_id`` does
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise refuse(f"its manifest cannot be read ({type(error).__name__}: {error})") from None
         if expected_plan_id is not None and found != expected_plan_id:
             raise refuse(f"it holds plan {found}, not plan {expected_plan_id} as its name says", "remove or rename it")
+        arch, built_for = manifest["identity"]["config"]["arch"], elf_arch(sections["cubin"])
+        if built_for != arch.removesuffix("f"):  # a family's target: the ELF file has no mark for it
+            raise refuse(f"its config is for {arch}, its machine code is {built_for or 'no CUDA ELF file'}")
         return cls(manifest, sections)
+
+    def without_ptx(self) -> PlanFile:
+        """The same plan, its PTX left out: smaller, and it cannot be verified without a GPU."""
+        left = {name: data for name, data in self.sections.items() if name != "ptx"}
+        manifest = self.manifest
+        return PlanFile.build(manifest["identity"], manifest["build"], manifest["kernels"], left)
+
+
+def elf_arch(cubin: bytes) -> str | None:
+    """The arch that a cubin's ELF header names, such as "sm_90a"; None if it is no CUDA ELF file."""
+    if len(cubin) < _ELF.size:
+        return None
+    magic, abi, _, machine, _, flags = _ELF.unpack_from(cubin)
+    if magic != b"\x7fELF" or machine != _EM_CUDA:
+        return None
+    if abi <= _ABI_OF_FLAGS_V1:
+        return f"sm_{flags & 0xFF}{'a' if flags & 0x800 else ''}"
+    return f"sm_{flags >> 8 & 0xFF}{'a' if flags & 0x8 else ''}"
 
 
 def _split(manifest: Any, body: memoryview, start: int) -> dict[str, bytes]:
@@ -169,17 +201,18 @@ def _split(manifest: Any, body: memoryview, start: int) -> dict[str, bytes]:
     _require(isinstance(identity["options"], str), "identity.options is a string")
     _require_object(identity["launch"], "identity.launch")
     _require(all(type(value) in (str, int, bool) for value in identity["config"].values()), "identity.config is flat")
+    _require(isinstance(identity["config"].get("arch"), str), "identity.config.arch is a string")
     _require_object(build, "build", {"id", "packages"})
     _require_object(build["packages"], "build.packages")
     _require(isinstance(build["id"], str), "build.id is a string")
     _require(all(isinstance(version, str) for version in build["packages"].values()), "build.packages maps to strings")
     _require(isinstance(kernels, list), "kernels is a list")
     for kernel in kernels:
-        _require_object(kernel, "an entry of kernels", set(_KERNEL_FIELDS))
-        for name, kind in _KERNEL_FIELDS.items():
-            _require(type(kernel[name]) is kind, f"kernels.{name} is of type {kind.__name__}")
-        for parameter in kernel["parameters"]:
-            _require([type(item) for item in parameter] == [int, int], "kernels.parameters has offsets and sizes")
+        _require_object(kernel, "an entry of kernels", _KERNEL_FIELDS.keys())
+        wrong = [(name, kind) for name, kind in _KERNEL_FIELDS.items() if type(kernel[name]) is not kind]
+        _require(not wrong, " and ".join(f"kernels.{name} is of type {kind.__name__}" for name, kind in wrong))
+        pairs = all([type(item) for item in parameter] == [int, int] for parameter in kernel["parameters"])
+        _require(pairs, "kernels.parameters has offsets and sizes")
     expected = [kernel["name"] for kernel in identity["launch"]["kernels"]]
     _require(
         [kernel["name"] for kernel in kernels] == expected, "kernels has an entry for each kernel of the launch record"
@@ -202,6 +235,8 @@ def _require(condition: bool, rule: str) -> None:
         raise ValueError(f"it breaks the rule that {rule}")
 
 
-def _require_object(value: Any, name: str, keys: set[str] | None = None) -> None:
-    _require(isinstance(value, dict), f"{name} is an object")
-    _require(keys is None or set(value) == keys, f"{name} has the members {', '.join(sorted(keys or ()))}")
+def _require_object(value: Any, name: str, keys: Set[str] | None = None) -> None:
+    if not isinstance(value, dict):
+        _require(False, f"{name} is an object")
+    elif keys is not None and value.keys() != keys:
+        _require(False, f"{name} has the members {', '.join(sorted(keys))}")

@@ -1,12 +1,12 @@
-"""The writable layer: publish, recency, eviction. Build side, except that the run side reads it as a
-``RecordingLayer``.
+"""The writable layer: single flight, publish, eviction, pruning. Build side.
 
-* **Publish** writes a temporary file in the layer, syncs it, and renames it to its name. A reader sees the whole file
-  or none; a killed writer leaves a temporary file and nothing else. The bytes of a name never depend on who wrote
-  them, so two writers of one plan cannot disagree.
+* **Single flight**: who finds a plan missing takes the plan's lock before it compiles, and looks again. The lock goes
+  with its process, so a builder that dies is replaced.
+* **Publish** writes a temporary file in the layer, syncs it, and links it to its name, unless a good file has that name
+  already. A reader sees the whole file or none; a killed writer leaves a temporary file and nothing else.
 * **Recency** is the plan file's mtime, set at publish and at each hit, best effort. It needs no index and no lock.
-* **Eviction** is exact least-recently-used by bytes: as many of the oldest files as needed, no more, under a lock that
-  only evictors take.
+* **Eviction** is exact least-recently-used by bytes: as many of the oldest files as needed, no more. Publishing and
+  evicting hold one lock, so that the layer exceeds its limit by one plan at most, and not for long.
 """
 
 from __future__ import annotations
@@ -16,62 +16,135 @@ import errno
 import logging
 import os
 import secrets
+import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsa_planner.cache.layer import PLANS, Entry, Layer, read_bounded
+import filelock
+
+from dsa_planner.cache.index import Index
+from dsa_planner.cache.layer import PLANS, Entry, Policy, RecordingLayer, read_bounded
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import CacheError, PlanFileError, remedy_of
 
-__all__ = ["Published", "RecordingLayer", "WritableLayer"]
+__all__ = ["Leftover", "Pruned", "Published", "WritableLayer"]
 
 _TAG_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55"
 _CACHEDIR_TAG = _TAG_SIGNATURE + b"\n# Compiled GPU kernel plans of dsa-planner; safe to delete.\n"
 log = logging.getLogger("dsa_planner.cache")
-_RENAME_ATTEMPTS = 8
+_PLACE_ATTEMPTS = 8
+_POLL_SECONDS = 0.02
 LOCK_SECONDS = 10
 TEMPORARY_SECONDS = 3600  # no writer takes so long
+LOCK_FILE_SECONDS = 24 * 3600  # what a builder's lock file lives at least
 QUARANTINED = 16  # files
-
-
-class RecordingLayer(Layer):
-    """A layer that is somebody's writable one: hits are recorded in it, as far as it can be written."""
-
-    writable = True
-
-    def _used(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            os.utime(path)
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_FOLDER_MODE = 0o775  # never for everybody to write, whatever the umask
+_FILE_MODE = 0o664
+_REASON = ".reason"
 
 
 @dataclass(frozen=True)
 class Published:
-    """What publishing did: the plan's entry, and what had to go for it."""
+    """What publishing did: the plan's entry, what had to go for it, and whether the plan had not been there before."""
 
     entry: Entry
     evicted: tuple[Entry, ...]
+    new: bool = True
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file that no plan needs, its size in bytes, and what left it."""
+
+    path: Path
+    bytes: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What pruning removed, or would remove."""
+
+    evicted: tuple[Entry, ...]
+    leftovers: tuple[Leftover, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.evicted) + sum(leftover.bytes for leftover in self.leftovers)
 
 
 class WritableLayer(RecordingLayer):
     """The layer that plans are built into.
 
     Args:
-        root: its folder, created at the first publish.
+        root: its folder, created at the first publish, for its owner alone.
         limit_bytes: bound of the plan files' sizes together.
+        policy: what is refused. No signature is asked of a layer that one builds oneself.
     """
 
-    def __init__(self, root: Path, limit_bytes: int) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, limit_bytes: int, policy: Policy = Policy()) -> None:  # noqa: B008 - immutable
+        super().__init__(root, Policy(policy.anyone_may_write, policy.refused_builds))
         self.limit_bytes = limit_bytes
+        self.index = Index(root / "index")
 
-    def publish(self, plan: PlanFile, keep: Collection[Path] = ()) -> Published:
-        """Write a plan, and evict others down to the limit.
+    # --- single flight ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def only_builder(
+        self, plan_id: str, build_id: str, seconds: float, give_up: Callable[[], bool] = lambda: False
+    ) -> Iterator[bool]:
+        """For the block, be the one process and thread of the host that builds a plan.
+
+        Whoever gets in looks for the plan again first: the one before may have built it.
+
+        Args:
+            plan_id, build_id: the plan.
+            seconds: how long to wait for another builder.
+            give_up: ends the wait when it answers True.
+
+        Yields:
+            Whether nobody else is in such a block for this plan. False after the wait, and where the file system has no
+            locks: the plan can be built all the same, since publishing it twice does no harm.
+        """
+        path = self.root / "locks" / f"{plan_id[:32]}.{build_id[:16]}"
+        lock = filelock.FileLock(path, mode=_FILE_MODE)
+        alone = False
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                lock.acquire(timeout=0, poll_interval=_POLL_SECONDS)
+                alone = True
+            except filelock.Timeout:
+                if time.monotonic() < deadline and not give_up():
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                log.info("%s: another process has held it for %g seconds", path, seconds)
+            except (OSError, NotImplementedError) as error:
+                log.info("%s cannot be locked: %s", path, error)
+            break
+        try:
+            yield alone
+        finally:
+            if alone:
+                # Once the plan is there, whoever waits for the lock finds it, and nobody needs the file. Without the
+                # plan the file stays, for those who wait on it.
+                if self.path_of(plan_id, build_id).exists():
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                lock.release()
+
+    # --- publish and evict --------------------------------------------------------------------------------------------
+
+    def publish(self, plan: PlanFile, keep: Collection[Path] = (), seconds: float | None = None) -> Published:
+        """Write a plan, and evict others down to the limit. If a good file of that name is there, it stays.
 
         Args:
             plan: the plan.
             keep: plan files that must not be evicted for it, such as those of the same request.
+            seconds: what it took to compile it, for the index; None if it was not compiled here.
 
         Raises:
             CacheError: the layer cannot be written (no permission, no room, not a folder), or its limit has no room for
@@ -80,18 +153,50 @@ class WritableLayer(RecordingLayer):
         """
         data = plan.encode()
         target = self.path_of(plan.plan_id, plan.build_id)
+        evicted: list[Entry] = []
         with self._errors("write", target):
             self._create()
             self._require_room(plan, len(data), [path for path in keep if path != target])
             with self._temporary(plan.plan_id[:16]) as temporary:
                 used_ns = _write_synced(temporary, data)
-                _rename_into(temporary, target)
+                with self._lock_if_possible() as locked:
+                    new = self._place(temporary, target)
+                    if locked:
+                        evicted = self._evict(self.limit_bytes, {*keep, target}, dry_run=False)
+        _sync_folders(target.parent, target.parent.parent)
         entry = Entry(plan.plan_id, plan.build_id, target, len(data), used_ns)
-        try:
-            return Published(entry, tuple(self.evict(self.limit_bytes, {*keep, target})))
-        except CacheError as error:  # the plan is there all the same
-            log.warning("%s", error)
-            return Published(entry, ())
+        gone = [(each.plan_id, each.build_id) for each in evicted]
+        self.index.record(published=(plan.plan_id, plan.build_id, seconds, len(data)) if new else None, evicted=gone)
+        return Published(entry, tuple(evicted), new)
+
+    def _place(self, temporary: Path, target: Path) -> bool:
+        """Give a finished file its name, in a folder that an evictor may remove meanwhile. False if a good file has it.
+
+        A link fails where a name is taken, so no file that somebody has already read is replaced by another.
+        """
+        for _ in range(_PLACE_ATTEMPTS):
+            target.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+            try:
+                os.link(temporary, target)
+                return True
+            except FileNotFoundError:
+                if not temporary.exists():
+                    raise
+                continue
+            except FileExistsError:
+                pass
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if not os.path.lexists(target):  # a file system without links
+                    os.replace(temporary, target)
+                    return True
+            if self.read(target.parent.name, target.name.partition(".")[0]) is not None:
+                return False
+            if os.path.lexists(target):  # damaged, and it could not be set aside
+                os.replace(temporary, target)
+                return True
+        raise OSError(errno.EBUSY, f"others removed its folder {_PLACE_ATTEMPTS} times")
 
     def _examine(self) -> None:
         """``prepare`` says what is wrong with a layer that is to be written."""
@@ -103,23 +208,101 @@ class WritableLayer(RecordingLayer):
         Raises:
             CacheError: the layer cannot be locked.
         """
-        if sum(entry.bytes for entry in self.entries()) <= limit_bytes:
+        if self._excess(self.entries(), limit_bytes) <= 0:
             return []
-        removed: list[Entry] = []
         with self._errors("lock", self.root / "lock"), contextlib.nullcontext() if dry_run else self._lock():
-            entries = sorted(self.entries(), key=lambda entry: (entry.used_ns, str(entry.path)))
-            excess = sum(entry.bytes for entry in entries) - limit_bytes
-            for entry in entries:
-                if excess <= 0:
-                    break
-                if entry.path in keep or not (dry_run or _remove(entry.path)):
-                    continue
-                excess -= entry.bytes
-                removed.append(entry)
+            removed = self._evict(limit_bytes, keep, dry_run)
+        if not dry_run:
+            self.index.record(evicted=[(entry.plan_id, entry.build_id) for entry in removed])
         return removed
 
+    def _evict(self, limit_bytes: int, keep: Collection[Path], dry_run: bool) -> list[Entry]:
+        entries = sorted(self.entries(), key=lambda entry: (entry.used_ns, str(entry.path)))
+        excess = self._excess(entries, limit_bytes)
+        removed: list[Entry] = []
+        for entry in entries:
+            if excess <= 0:
+                break
+            if entry.path in keep or not (dry_run or _remove(entry.path)):
+                continue
+            excess -= entry.bytes
+            removed.append(entry)
+        return removed
+
+    @staticmethod
+    def _excess(entries: Iterable[Entry], limit_bytes: int) -> int:
+        return sum(entry.bytes for entry in entries) - limit_bytes
+
+    def prune(self, limit_bytes: int, quarantined: int = QUARANTINED, dry_run: bool = False) -> Pruned:
+        """Evict down to a limit, and remove what no plan needs.
+
+        Args:
+            limit_bytes: what the plan files may have together.
+            quarantined: how many of the latest damaged files stay.
+            dry_run: only say what would go.
+
+        Raises:
+            CacheError: the layer cannot be locked, or is not to be written by this user.
+        """
+        if not dry_run and self.root.exists():
+            with self._errors("prune", self.root):
+                self._require_ours()
+        evicted = self.evict(limit_bytes, dry_run=dry_run)
+        leftovers = self._leftovers(quarantined)
+        if not dry_run:
+            leftovers = [leftover for leftover in leftovers if _unlink(leftover.path)]
+            with contextlib.suppress(OSError):
+                for name in os.listdir(self.root / PLANS):
+                    with contextlib.suppress(OSError):  # what a killed writer left empty
+                        (self.root / PLANS / name).rmdir()
+        return Pruned(tuple(evicted), tuple(leftovers))
+
+    def _leftovers(self, quarantined: int = QUARANTINED) -> list[Leftover]:
+        """What killed writers and builders left, and all but the latest of the damaged files that were set aside."""
+        now = time.time()
+        found = [
+            Leftover(path, size, "a killed writer")
+            for used, path, size in self._by_age("tmp")
+            if now - used > TEMPORARY_SECONDS
+        ]
+        found += [
+            Leftover(path, size, "a killed builder")
+            for used, path, size in self._by_age("locks")
+            if now - used > LOCK_FILE_SECONDS
+        ]
+        set_aside = [each for each in self._by_age("quarantine") if each[1].suffix != _REASON]
+        for _, path, size in set_aside[: max(0, len(set_aside) - quarantined)]:
+            found.append(Leftover(path, size, "a damaged file"))
+        staying = {path.name for _, path, _ in set_aside} - {leftover.path.name for leftover in found}
+        for _, path, size in self._by_age("quarantine"):
+            if path.suffix == _REASON and path.name.removesuffix(_REASON) not in staying:
+                found.append(Leftover(path, size, "the reason of a damaged file"))
+        return found
+
+    def quarantine(self) -> dict[Path, str]:
+        """The damaged files that were set aside, latest last, and why each was."""
+        found = {}
+        for _, path, _ in self._by_age("quarantine"):
+            if path.suffix != _REASON:
+                try:
+                    found[path] = read_bounded(path.with_name(path.name + _REASON)).decode("utf-8", "replace").strip()
+                except (OSError, PlanFileError):
+                    found[path] = "unknown"
+        return found
+
+    def _by_age(self, folder: str) -> list[tuple[float, Path, int]]:
+        """The files of one of the layer's own folders, oldest first: when they were last changed, where, and bytes."""
+        found = []
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.root / folder):
+                with contextlib.suppress(OSError):
+                    state = (self.root / folder / name).lstat()
+                    if not stat.S_ISDIR(state.st_mode):
+                        found.append((state.st_mtime, self.root / folder / name, state.st_size))
+        return sorted(found)
+
     def prepare(self) -> None:
-        """Create the layer's folders, to know before a long compilation that it can be written.
+        """Create the layer's folders, to know before a long compilation that it can be written, and tidy up.
 
         Raises:
             CacheError: it cannot.
@@ -130,25 +313,8 @@ class WritableLayer(RecordingLayer):
                 probe = folder / f"probe.{os.getpid()}.{secrets.token_hex(8)}"
                 probe.touch()
                 probe.unlink()
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """Remove what killed writers left, and all but the latest of the damaged files that were set aside."""
-
-        def by_age(folder: str) -> list[tuple[float, Path]]:
-            found = []
-            with contextlib.suppress(OSError):
-                for name in os.listdir(self.root / folder):
-                    with contextlib.suppress(OSError):
-                        found.append(((self.root / folder / name).lstat().st_mtime, self.root / folder / name))
-            return sorted(found)
-
-        now = time.time()
-        left = [path for used, path in by_age("tmp") if now - used > TEMPORARY_SECONDS]
-        set_aside = [path for _, path in by_age("quarantine")]
-        for path in (*left, *set_aside[: max(0, len(set_aside) - QUARANTINED)]):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        for leftover in self._leftovers():
+            _unlink(leftover.path)
 
     def _require_room(self, plan: PlanFile, size: int, others: Collection[Path]) -> None:
         kept = 0
@@ -164,9 +330,33 @@ class WritableLayer(RecordingLayer):
             )
 
     def _create(self) -> None:
-        (self.root / "tmp").mkdir(parents=True, exist_ok=True)
-        (self.root / PLANS).mkdir(exist_ok=True)
+        if not self.root.exists():
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, exist_ok=True)
+        self._require_ours()
+        for folder in ("tmp", "locks", PLANS):
+            (self.root / folder).mkdir(mode=_FOLDER_MODE, exist_ok=True)
         self._mark()
+
+    def _require_ours(self) -> None:
+        """Refuse to write into a layer that belongs to another user, or that everybody may write."""
+        if self.policy.anyone_may_write:
+            return
+        found = self.root.stat()
+        remedy = (
+            "set DSA_PLAN_CACHE_DIR to a new folder inside it, or DSA_PLAN_PERMISSIONS=any if it is shared on purpose"
+        )
+        if os.geteuid() not in (0, found.st_uid):
+            raise CacheError(
+                f"cannot write {self.root}",
+                f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}",
+                remedy,
+            )
+        for folder in (self.root, self.root / PLANS):
+            if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
+                raise CacheError(
+                    f"cannot write {folder}", "everybody may write it, and DSA_PLAN_PERMISSIONS is strict", remedy
+                )
 
     def _mark(self) -> None:
         """Have a CACHEDIR.TAG that backup programs know, best effort: no plan depends on it.
@@ -191,19 +381,41 @@ class WritableLayer(RecordingLayer):
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def _set_aside(self, path: Path) -> None:
-        """Move a damaged file out of the way, so that the plan can be built again."""
+    def _set_aside(self, path: Path, reason: str) -> None:
+        """Move a damaged file out of the way, with the reason beside it, so that the plan can be built again."""
+        quarantine = self.root / "quarantine"
+        target = quarantine / f"{path.parent.name}.{path.name}.{secrets.token_hex(4)}"
         with contextlib.suppress(OSError):
-            quarantine = self.root / "quarantine"
-            quarantine.mkdir(exist_ok=True)
-            os.replace(path, quarantine / f"{path.parent.name}.{path.name}.{secrets.token_hex(4)}")
+            self._require_ours_or_leave()
+            quarantine.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+            os.replace(path, target)
+            with contextlib.suppress(OSError):
+                _write_synced(target.with_name(target.name + _REASON), f"{reason}\n".encode())
+            self.index.record(quarantined=1)
+
+    def _require_ours_or_leave(self) -> None:
+        try:
+            self._require_ours()
+        except CacheError as error:
+            raise PermissionError(error.rule) from None
+
+    @contextlib.contextmanager
+    def _lock_if_possible(self) -> Iterator[bool]:
+        """The lock of writers; without it, after a warning, nothing is evicted."""
+        with contextlib.ExitStack() as stack:
+            try:
+                with self._errors("lock", self.root / "lock"):
+                    stack.enter_context(self._lock())
+            except CacheError as error:
+                log.warning("%s", error)
+                yield False
+                return
+            yield True
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        import filelock  # not on the path of a hit
-
         path = self.root / "lock"
-        lock = filelock.FileLock(path, timeout=LOCK_SECONDS, mode=0o666)
+        lock = filelock.FileLock(path, timeout=LOCK_SECONDS, mode=_FILE_MODE)
         try:
             lock.acquire()
         except filelock.Timeout:
@@ -252,28 +464,30 @@ def _remove(path: Path) -> bool:
     return True
 
 
+def _unlink(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s: it cannot be removed (%s); skipped", path, error.strerror)
+        return False
+    return True
+
+
 def _write_synced(path: Path, data: bytes) -> int:
-    """Write a file and sync it; its modification time, in ns."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    """Write a new file and sync it; its modification time, in ns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
     with open(descriptor, "wb") as file:
         file.write(data)
         file.flush()
-        # Without this, a crash soon after the rename can leave an empty file under the final name.
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_mtime_ns
+        now = time.time_ns()
+        os.utime(descriptor, ns=(now, now))  # finer than the kernel's own clock for files
+        # Without this, a crash soon after the file got its name can leave it empty.
+        os.fsync(descriptor)
+        return now
 
 
-def _rename_into(temporary: Path, target: Path) -> None:
-    """Rename into the plan's folder, which an evictor may remove between our making it and our using it."""
-    for attempt in range(_RENAME_ATTEMPTS):
-        try:
-            target.parent.mkdir(exist_ok=True)
-            os.replace(temporary, target)
-            break
-        except FileNotFoundError:
-            if attempt == _RENAME_ATTEMPTS - 1:
-                raise
-    for folder in (target.parent, target.parent.parent):
+def _sync_folders(*folders: Path) -> None:
+    for folder in folders:
         with contextlib.suppress(OSError):  # some file systems cannot sync a folder
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

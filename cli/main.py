@@ -154,7 +154,7 @@ def list_plans(json: JsonOption = False) -> None:
     from dsa_planner.locate import search_path
     from dsa_planner.settings import Settings
 
-    layers = search_path(Settings.from_environment())
+    layers = search_path(Settings.from_environment(), trust_writable=True)
     render.listing(layers, json)
     if any(layer.damaged for layer in layers.layers):
         raise typer.Exit(_CACHE_EXIT)
@@ -183,7 +183,7 @@ def show(
         raise errors.UnsupportedError(f"--output {output}", "only --extract writes a file", "add --extract cubin")
     if extract is not None and json:
         raise errors.UnsupportedError(f"--extract {extract} --json", "a section is not JSON", "leave one of them out")
-    found, layer = request.plan_by_prefix(search_path(Settings.from_environment()), plan, build)
+    found, layer = request.plan_by_prefix(search_path(Settings.from_environment(), trust_writable=True), plan, build)
     if extract is None:
         render.plan(found, layer, json)
         return
@@ -230,7 +230,7 @@ def verify(
 
     verifier.require_verifier()
     settings = Settings.from_environment()
-    chosen = request.chosen_plans(search_path(settings), plans or [], topk, backend, arch)
+    chosen = request.chosen_plans(search_path(settings, trust_writable=True), plans or [], topk, backend, arch)
     if ptx is not None:
         text = request.content("--ptx", ptx, most=1 << 24)
         chosen = [verifier.with_ptx(request.only_plan(chosen, "--ptx"), text)]
@@ -319,7 +319,7 @@ def explain(
         return
     if "topk" not in given:
         raise errors.UnsupportedError("explain without --topk", "a request needs a topk", "add for example --topk 1024")
-    render.verdicts(request.verdicts(given), search_path(Settings.from_environment()), json)
+    render.verdicts(request.verdicts(given), search_path(Settings.from_environment(), trust_writable=True), json)
 
 
 def _end(number: int, frame: object) -> None:

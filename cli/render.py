@@ -17,8 +17,9 @@ from rich.table import Table
 
 from dsa_planner import envelope
 from dsa_planner.cache.index import Index
-from dsa_planner.cache.layer import Layer, SearchPath
+from dsa_planner.cache.layer import Layer
 from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.cache.search import SearchPath
 from dsa_planner.cli.request import NotAvailable, Verdict
 from dsa_planner.errors import CacheError, UnsupportedError, remedy_of
 from dsa_planner.identity import plan_id_of

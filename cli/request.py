@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dsa_planner import envelope
-from dsa_planner.cache.layer import Layer, SearchPath
+from dsa_planner.cache.layer import Layer
 from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.cache.search import SearchPath
 from dsa_planner.errors import PlanFileError, PlanNotFoundError, UnsupportedError, shown
 from dsa_planner.options import integer, words
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsa_planner import envelope
-from dsa_planner.cache.layer import SearchPath
+from dsa_planner.cache.layer import Policy, RecordingLayer
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.cache.writable import RecordingLayer
+from dsa_planner.cache.search import SearchPath
 from dsa_planner.errors import PlanNotFoundError
 from dsa_planner.identity import plan_id_of
 from dsa_planner.settings import Settings
@@ -16,10 +16,18 @@ from dsa_planner.settings import Settings
 __all__ = ["find_plan", "search_path"]
 
 
-def search_path(settings: Settings) -> SearchPath:
-    """The layers of the settings, for reading."""
-    writable = None if settings.cache_dir is None else RecordingLayer(settings.cache_dir)
-    return SearchPath(settings.read_only, writable)
+def search_path(settings: Settings, trust_writable: bool = False) -> SearchPath:
+    """The layers of the settings, for reading.
+
+    Args:
+        settings: where they are, and what is refused.
+        trust_writable: use the writable layer though no trusted key has signed it: for commands of its owner, who
+            builds plans there. For jobs it is one layer like any other.
+    """
+    policy = settings.policy
+    own = Policy(policy.anyone_may_write, policy.refused_builds) if trust_writable else policy
+    writable = None if settings.cache_dir is None else RecordingLayer(settings.cache_dir, own)
+    return SearchPath(settings.read_only, writable, policy)
 
 
 def find_plan(config: Mapping[str, Any], settings: Settings | None = None) -> PlanFile:
@@ -35,7 +43,7 @@ def find_plan(config: Mapping[str, Any], settings: Settings | None = None) -> Pl
     found = layers.find(plan_id)
     if found is not None:
         return found[0]
-    damaged = [f"{path}: {reason}" for layer in layers.layers for path, reason in layer.damaged.items()]
+    unusable = layers.unusable()
     command = f"dsa-plan precompile --backend {config['backend']} --arch {config['arch']} --topk {config['topk']}"
     if config["d_weights"] != "bf16":
         command += f" --d-weights {config['d_weights']}"
@@ -48,6 +56,6 @@ def find_plan(config: Mapping[str, Any], settings: Settings | None = None) -> Pl
         )
     raise PlanNotFoundError(
         asked,
-        f"it is not in {layers.describe()}" + (f" (unusable: {'; '.join(damaged)})" if damaged else ""),
+        f"it is not in {layers.describe()}" + (f" (unusable: {'; '.join(unusable)})" if unusable else ""),
         f"run '{command}' where the compiler is installed, and add its layer to DSA_PLAN_PATH",
     )

@@ -1,12 +1,11 @@
 """The planner: make sure that plans exist. Build side.
 
-For each config: plan id -> layers -> hit, or compile -> check -> publish. Compilations run side by side, each in a
-process of its own.
+For each config: plan id -> layers -> hit, or wait for whoever compiles it, or compile -> check -> publish. Compilations
+run side by side, each in a process of its own.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dsa_planner import envelope, toolchain
-from dsa_planner.cache.index import Index
-from dsa_planner.cache.layer import SearchPath
+from dsa_planner.cache.layer import Layer
 from dsa_planner.cache.planfile import PlanFile
+from dsa_planner.cache.search import SearchPath
 from dsa_planner.cache.writable import WritableLayer
 from dsa_planner.compiler import DEFAULT_TIMEOUT, compile_plan
 from dsa_planner.errors import CompileError, DsaPlannerError
@@ -53,8 +52,7 @@ class Planner:
         self.settings = settings
         self.writable: WritableLayer | None = None
         if settings.cache_dir is not None:
-            self.writable = WritableLayer(settings.cache_dir, settings.cache_bytes)
-            self.index = Index(settings.cache_dir / "index")
+            self.writable = WritableLayer(settings.cache_dir, settings.cache_bytes, settings.policy)
 
     def precompile(
         self,
@@ -71,20 +69,22 @@ class Planner:
         Args:
             configs: mappings of config fields, or ``PlanConfig``; repeated ones are served once.
             jobs: compilations at a time; None for the number of processors.
-            timeout: seconds for one compilation.
+            timeout: seconds for one compilation, and for waiting for another process that compiles the same plan; after
+                that it is compiled here too.
             dry_run: only look; nothing is changed, not even the record of use.
             progress: called from this thread with each outcome as it comes.
 
         Raises:
             UnsupportedError: a config lies outside the envelope; nothing was done.
             CompilerMissingError: there is no compiler; nothing was done.
-            CompileError: the compiler is not the one that was installed; nothing was built.
+            CompileError: the compiler is not the one that was installed, or the settings refuse its builds; nothing was
+            built.
             CacheError: a plan is missing and the writable layer is too, or cannot be written.
         """
         complete = (envelope.plan_config(config) for config in configs)
         todo = {plan_id_of(config): config for config in complete}
         build_id = toolchain.installed().build_id
-        search = self._layers_to_look_at() if dry_run else SearchPath(self.settings.read_only, self.writable)
+        search = self._layers(look_only=dry_run)
         outcomes: dict[str, Outcome] = {}
         for plan_id, config in todo.items():
             found = search.find(plan_id, build_id)
@@ -98,6 +98,7 @@ class Planner:
             progress(outcomes[plan_id])
         missing = [(plan_id, config) for plan_id, config in todo.items() if plan_id not in outcomes]
         if missing:
+            self._require_welcome_compiler(build_id)
             toolchain.verify()
             self.settings.require_cache_dir()
             assert self.writable is not None
@@ -111,10 +112,20 @@ class Planner:
             self._build_all(missing, jobs or available_processors(), timeout, keep, built)
         return [outcomes[plan_id] for plan_id in todo]
 
-    def _layers_to_look_at(self) -> SearchPath:
-        """Every layer as a read-only one."""
-        writable = [self.writable.root] if self.writable is not None and os.path.isdir(self.writable.root) else []
-        return SearchPath([*self.settings.read_only, *writable])
+    def _layers(self, look_only: bool) -> SearchPath:
+        """The layers; if they are only looked at, every one is read-only."""
+        writable: Layer | None = self.writable
+        if look_only and writable is not None:
+            writable = Layer(writable.root, writable.policy) if writable.root.is_dir() else None
+        return SearchPath(self.settings.read_only, writable, self.settings.policy)
+
+    def _require_welcome_compiler(self, build_id: str) -> None:
+        if self.settings.policy.refuses(build_id):
+            raise CompileError(
+                f"compiler build {build_id[:16]}",
+                "DSA_PLAN_REFUSED_BUILDS refuses it, so its plans would not be used",
+                f"install another version of {toolchain.PACKAGE}",
+            )
 
     def _build_all(
         self,
@@ -140,18 +151,20 @@ class Planner:
         assert self.writable is not None
         build_id = toolchain.installed().build_id
         try:
-            compiled = compile_plan(config, timeout, stop)
-            published = self.writable.publish(compiled.plan, keep)
+            with self.writable.only_builder(plan_id, build_id, timeout, stop.is_set):
+                plan = self.writable.read(plan_id, build_id)
+                if plan is not None:  # another process was faster
+                    return Outcome(config, plan_id, "hit", plan, self.writable.root, len(plan.encode()))
+                compiled = compile_plan(config, timeout, stop)
+                published = self.writable.publish(compiled.plan, keep, compiled.seconds)
         except Exception as fault:  # one plan's trouble must not lose what became of the others
             error = fault if isinstance(fault, DsaPlannerError) else _unforeseen(config, fault)
             if isinstance(error, CompileError) and not stop.is_set():
-                self.index.record_failure(plan_id, build_id, str(error))
+                self.writable.index.record_failure(plan_id, build_id, str(error))
             return Outcome(config, plan_id, "failed", error=error)
-        size = published.entry.bytes
-        self.index.record_build(plan_id, build_id, compiled.seconds, size)
-        for entry in published.evicted:
-            self.index.forget(entry.plan_id, entry.build_id)
-        return Outcome(config, plan_id, "built", compiled.plan, self.writable.root, size, compiled.seconds)
+        return Outcome(
+            config, plan_id, "built", compiled.plan, self.writable.root, published.entry.bytes, compiled.seconds
+        )
 
 
 def _unforeseen(config: Mapping[str, Any], fault: Exception) -> CompileError:

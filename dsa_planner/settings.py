@@ -1,14 +1,20 @@
 """Settings from the environment. Standard library only; read when asked, never at import.
 
-===================== =============================== ================================================================
-variable              default                         meaning
-===================== =============================== ================================================================
-DSA_PLAN_PATH         empty                           read-only layers, searched in this order, separated as in PATH
-DSA_PLAN_CACHE_DIR    ~/.cache/dsa-planner            the writable layer, searched last; "none" for no writable layer
-DSA_PLAN_CACHE_BYTES  1073741824 (1 GiB)              limit of the writable layer's plan files, in bytes
-DSA_PLAN_LAUNCH       graph                           how a plan's kernels are launched: as one CUDA "graph", or, easier
-                                                      to follow in a profiler and slower on the host, as "kernels"
-===================== =============================== ================================================================
+======================= ==================== =========================================================================
+variable                default              meaning
+======================= ==================== =========================================================================
+DSA_PLAN_PATH           empty                read-only layers, searched in this order, separated as in PATH
+DSA_PLAN_CACHE_DIR      ~/.cache/dsa-planner the writable layer, searched last; "none" for no writable layer
+DSA_PLAN_CACHE_BYTES    1073741824 (1 GiB)   limit of the writable layer's plan files, in bytes
+DSA_PLAN_PERMISSIONS    strict               "strict": what every user may write is not used, and another user's
+                                             writable layer is only read; "any": neither is looked at
+DSA_PLAN_REFUSED_BUILDS empty                build ids that are never used, or beginnings of them of at least 12
+                                             digits, separated by commas
+DSA_PLAN_TRUSTED_KEYS   empty                files of ed25519 public keys, separated as in PATH; if there are any,
+                                             jobs use only layers that one of them has signed
+DSA_PLAN_LAUNCH         graph                how a plan's kernels are launched: as one CUDA "graph", or, easier to
+                                             follow in a profiler and slower on the host, as "kernels"
+======================= ==================== =========================================================================
 
 The default follows XDG_CACHE_HOME where that is set.
 """
@@ -17,15 +23,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsa_planner.cache.layer import Policy
 from dsa_planner.errors import CacheError, UnsupportedError, shown
 
 __all__ = ["DEFAULT_CACHE_BYTES", "LAUNCHES", "Settings", "default_cache_dir"]
 
 DEFAULT_CACHE_BYTES = 1 << 30
 LAUNCHES = ("graph", "kernels")
+PERMISSIONS = ("strict", "any")
+_LEAST_DIGITS = 12  # of a refused build id: as many as tables show
 _FOLDER = "dsa-planner"
 _LONGEST_LIMIT = 18  # digits
 
@@ -39,18 +48,19 @@ class Settings:
     """The writable layer, or None for none."""
     cache_bytes: int
     launch: str = LAUNCHES[0]
+    policy: Policy = field(default_factory=Policy)
+    """What is refused of the layers."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables.
 
         Raises:
-            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer, a folder is relative to an unknown one, or
-                DSA_PLAN_LAUNCH is no way to launch.
+            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer, a folder is relative to an unknown one, a
+                refused build is no beginning of a build id, or DSA_PLAN_LAUNCH or DSA_PLAN_PERMISSIONS is no such word.
         """
         env = os.environ if environment is None else environment
-        entries = env.get("DSA_PLAN_PATH", "").split(os.pathsep)
-        read_only = tuple(_folder("DSA_PLAN_PATH", entry) for entry in entries if entry)
+        read_only = _paths("DSA_PLAN_PATH", env)
         chosen = env.get("DSA_PLAN_CACHE_DIR", "")
         if chosen.lower() == "none":
             cache_dir = None
@@ -63,12 +73,10 @@ class Settings:
                 f"it has to be a number of bytes, a positive integer of at most {_LONGEST_LIMIT} digits",
                 "use for example 1073741824",
             )
-        launch = env.get("DSA_PLAN_LAUNCH", "") or LAUNCHES[0]
-        if launch not in LAUNCHES:
-            raise UnsupportedError(
-                f"DSA_PLAN_LAUNCH={shown(launch)}", f"it has to be {' or '.join(LAUNCHES)}", "unset it for the default"
-            )
-        return cls(read_only, cache_dir, int(limit), launch)
+        launch = _word("DSA_PLAN_LAUNCH", env, LAUNCHES)
+        anyone_may_write = _word("DSA_PLAN_PERMISSIONS", env, PERMISSIONS) == "any"
+        policy = Policy(anyone_may_write, _refused_builds(env), _paths("DSA_PLAN_TRUSTED_KEYS", env))
+        return cls(read_only, cache_dir, int(limit), launch, policy)
 
     def require_cache_dir(self) -> Path:
         """The writable layer, for those who must write.
@@ -85,8 +93,34 @@ class Settings:
         return self.cache_dir
 
 
+def _word(variable: str, env: Mapping[str, str], words: tuple[str, ...]) -> str:
+    """Which of the words a variable has; the first by default."""
+    found = env.get(variable, "") or words[0]
+    if found not in words:
+        raise UnsupportedError(
+            f"{variable}={shown(found)}", f"it has to be {' or '.join(words)}", "unset it for the default"
+        )
+    return found
+
+
+def _refused_builds(env: Mapping[str, str]) -> tuple[str, ...]:
+    entries = tuple(entry.strip().lower() for entry in env.get("DSA_PLAN_REFUSED_BUILDS", "").split(","))
+    for entry in filter(None, entries):
+        if not _LEAST_DIGITS <= len(entry) <= 64 or set(entry) - set("0123456789abcdef"):
+            raise UnsupportedError(
+                f"DSA_PLAN_REFUSED_BUILDS={shown(entry)}",
+                f"an entry is a build id, or its first {_LEAST_DIGITS} or more hexadecimal digits",
+                "take it from dsa-plan list",
+            )
+    return tuple(filter(None, entries))
+
+
+def _paths(variable: str, env: Mapping[str, str]) -> tuple[Path, ...]:
+    return tuple(_folder(variable, entry) for entry in env.get(variable, "").split(os.pathsep) if entry)
+
+
 def _folder(variable: str, text: str) -> Path:
-    """The absolute path of a folder that a variable names; ~ is the home folder, as in a shell."""
+    """The absolute path of a folder or file that a variable names; ~ is the home folder, as in a shell."""
     path = os.path.expanduser(text)
     try:
         if not path.startswith("~"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,23 @@ from dsa_planner.cache.planfile import PlanFile
 def small_plan(number: int = 0, size: int = 100, build: str = "b", version: str = "4.8.1") -> PlanFile:
     """A plan that differs from every other ``number``, with a cubin section of ``size`` bytes."""
     identity = {
-        "config": {"topk": number},
+        "config": {"arch": "sm_90a", "topk": number},
         "sources": "0" * 64,
         "options": "",
         "launch": {"kernels": [{"name": "only"}], "buffers": []},
     }
     build_record = {"id": build * 64, "packages": {"nvidia-cutlass-dsl": version}}
-    return PlanFile.build(identity, build_record, [kernel_entry("only")], {"cubin": bytes([number % 256]) * size})
+    return PlanFile.build(
+        identity, build_record, [kernel_entry("only")], {"cubin": elf_header() + bytes([number % 256]) * size}
+    )
+
+
+def elf_header(sm: int = 90, suffix: str = "a") -> bytes:
+    """The beginning of a cubin for an arch."""
+    old = sm <= 90
+    flags = (sm | (0x800 if suffix == "a" else 0)) if old else (sm << 8 | (0x8 if suffix == "a" else 0))
+    ident = b"\x7fELF" + bytes([2, 1, 1, 0x41, 7 if old else 8]) + bytes(7)
+    return ident + struct.pack("<HHIQQQI", 2, 190, 1, 0, 0, 0, flags) + bytes(12)
 
 
 def kernel_entry(name: str) -> dict[str, Any]:
@@ -33,9 +44,9 @@ def kernel_entry(name: str) -> dict[str, Any]:
 
 
 def files(root: Path) -> list[str]:
-    """All files below a folder, relative to it, but for the index and the lock."""
+    """All files below a folder, relative to it, but for the index and locks."""
     found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
-    return sorted(str(path) for path in found if path.parts[0] not in ("index", "lock", "CACHEDIR.TAG"))
+    return sorted(str(path) for path in found if path.parts[0] not in ("index", "lock", "locks", "CACHEDIR.TAG"))
 
 
 def set_age(path: Path, seconds_ago: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_plans import files, kernel_entry
+from small_plans import elf_header, files, kernel_entry
 
 from dsa_planner import (
     CacheError,
@@ -63,7 +63,7 @@ class StandIn:
             raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
         tools = toolchain.installed()
         build = {"id": tools.build_id, "packages": tools.packages}
-        cubin = f"cubin of {config['topk']:4}".encode()
+        cubin = elf_header() + f"cubin of {config['topk']:4}".encode()
         identity = identity_of(config)
         kernels = [kernel_entry(kernel["name"]) for kernel in identity["launch"]["kernels"]]
         return Compiled(PlanFile.build(identity, build, kernels, {"cubin": cubin}), 1.5)

@@ -41,7 +41,7 @@ def modules_after(statement: str, banned: set[str] = frozenset()) -> set[str]:  
         "import dsa_planner",
         "from dsa_planner import indexer_backward, load_plan, Plan",
         "from dsa_planner import PlanNotFoundError; from dsa_planner.locate import find_plan, search_path",
-        "from dsa_planner.kernels import catalogue, oracle; from dsa_planner.cache import layer, planfile, writable",
+        "from dsa_planner.kernels import catalogue, oracle; from dsa_planner.cache import layer, listing, planfile, search",
         "from dsa_planner import envelope, identity; identity.plan_id_of(envelope.plan_config({'topk':128,'arch':'sm_90a'}))",
         "from dsa_planner.bench import __main__, contenders, plot, report, request, run",
     ],

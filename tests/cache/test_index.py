@@ -38,7 +38,7 @@ class Bomb:
 @pytest.fixture
 def index(tmp_path: Path) -> Index:
     index = Index(tmp_path / "index")
-    index.record_build(PLAN, BUILD, 2.5, 1234)
+    index.record((PLAN, BUILD, 2.5, 1234))
     return index
 
 
@@ -52,9 +52,9 @@ def test_what_is_recorded_comes_back(index: Index) -> None:
     assert index.build(PLAN, BUILD) == {"seconds": 2.5, "bytes": 1234}
     index.record_failure(PLAN, "c" * 64, "it broke")
     assert index.failure(PLAN) == "it broke"
-    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    index.record((PLAN, "c" * 64, 1.0, 1))
     assert index.failure(PLAN) is None
-    index.forget(PLAN, BUILD)
+    index.record(evicted=[(PLAN, BUILD)])
     assert index.build(PLAN, BUILD) is None
 
 
@@ -66,7 +66,11 @@ def test_reading_creates_nothing(tmp_path: Path) -> None:
 def test_values_lie_in_the_database_as_plain_text(index: Index) -> None:
     with sqlite3.connect(index.folder / "cache.db") as database:
         rows = database.execute("SELECT key, raw, mode, filename, value FROM Cache").fetchall()
-    assert rows == [(KEY, 1, MODE_RAW, None, '{"seconds": 2.5, "bytes": 1234}')]
+    totals = '{"built": 1, "imported": 0, "evicted": 0, "quarantined": 0}'
+    assert rows == [
+        (KEY, 1, MODE_RAW, None, '{"seconds": 2.5, "bytes": 1234}'),
+        ("totals", 1, MODE_RAW, None, totals),
+    ]
     assert [path.name for path in index.folder.iterdir() if path.suffix == ".val"] == []
 
 
@@ -93,9 +97,9 @@ def test_a_planted_path_is_neither_read_nor_removed(index: Index, tmp_path: Path
     secret.write_text('{"seconds": 1}')
     plant(index, mode=mode, filename=filename, value=None)
     assert index.build(PLAN, BUILD) is None
-    index.record_build(PLAN, BUILD, 1.0, 1)  # replacing the row would have removed the old row's file
+    index.record((PLAN, BUILD, 1.0, 1))  # replacing the row would have removed the old row's file
     plant(index, mode=mode, filename=filename, value=None)
-    index.forget(PLAN, BUILD)
+    index.record(evicted=[(PLAN, BUILD)])
     assert secret.exists()
     assert Path("/etc/hostname").exists()
 
@@ -146,7 +150,7 @@ def test_a_planted_setting_is_not_obeyed(index: Index, tmp_path: Path, key: str)
     elsewhere.mkdir()
     with sqlite3.connect(index.folder / "cache.db") as database:
         database.execute("INSERT INTO Settings VALUES (?, ?)", (key, str(elsewhere)))
-    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    index.record((PLAN, "c" * 64, 1.0, 1))
     assert index.build(PLAN, BUILD) is None
     assert list(elsewhere.iterdir()) == []
 
@@ -197,7 +201,7 @@ def test_a_planted_journal_removes_no_file(index: Index, tmp_path: Path) -> None
     victim = tmp_path / "victim"
     victim.write_text("precious")
     plant_journal(index.folder, victim)
-    index.record_build(PLAN, BUILD, 1.0, 1)
+    index.record((PLAN, BUILD, 1.0, 1))
     assert index.build(PLAN, BUILD) is None
     assert victim.exists()
     with sqlite3.connect(index.folder / "cache.db") as database:  # SQLite itself, with the same journal
@@ -213,12 +217,12 @@ def test_a_link_to_another_database_is_not_followed(index: Index, tmp_path: Path
     before = other.read_bytes()
     (index.folder / name).unlink(missing_ok=True)
     (index.folder / name).symlink_to(other)
-    index.record_build(PLAN, BUILD, 1.0, 1)
+    index.record((PLAN, BUILD, 1.0, 1))
     assert index.build(PLAN, BUILD) is None
     assert other.read_bytes() == before
     folder = Index(tmp_path / "linked")
     folder.folder.symlink_to(tmp_path)
-    folder.record_build(PLAN, BUILD, 1.0, 1)
+    folder.record((PLAN, BUILD, 1.0, 1))
     assert not (tmp_path / "cache.db").exists()
 
 
@@ -229,7 +233,7 @@ def test_a_database_that_somebody_holds_costs_seconds_not_minutes(index: Index, 
     holder.execute("BEGIN EXCLUSIVE")
     holder.execute("UPDATE Settings SET value = value")
     started = time.monotonic()
-    index.record_build(PLAN, BUILD, 1.0, 1)
+    index.record((PLAN, BUILD, 1.0, 1))
     assert index.build(PLAN, BUILD) is None
     assert time.monotonic() - started < 10
     holder.execute("ROLLBACK")
@@ -246,7 +250,7 @@ def test_a_planted_value_is_no_statistic(index: Index, value: str) -> None:
 def test_threads_lose_nothing(tmp_path: Path) -> None:
     index = Index(tmp_path / "index")
     names = [f"{n:064x}" for n in range(12)]
-    threads = [threading.Thread(target=index.record_build, args=(name, BUILD, 1.0, 1)) for name in names]
+    threads = [threading.Thread(target=index.record, args=((name, BUILD, 1.0, 1),)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -259,7 +263,7 @@ def test_damage_loses_statistics_and_raises_nothing(index: Index, content: bytes
     for path in index.folder.iterdir():
         path.write_bytes(content)
     assert index.build(PLAN, BUILD) is None
-    index.record_build(PLAN, BUILD, 1.0, 1)
+    index.record((PLAN, BUILD, 1.0, 1))
     index.record_failure(PLAN, BUILD, "x")
 
 
@@ -316,7 +320,7 @@ def test_what_is_damaged_is_made_anew_by_the_next_writer_and_by_no_reader(
     assert reader.failure(PLAN) is None
     assert (path.stat().st_ino, path.stat().st_size) == before
     assert caplog.text == ""
-    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    index.record((PLAN, "c" * 64, 1.0, 1))
     assert index.build(PLAN, "c" * 64) == {"seconds": 1.0, "bytes": 1}
     (warning,) = caplog.messages
     assert warning.startswith(f"index {index.folder}: ")
@@ -329,14 +333,14 @@ def test_a_database_that_a_full_disk_cut_short_is_no_longer_one_when_there_is_ro
     script = (
         "import resource, sys; from pathlib import Path; from dsa_planner.cache.index import Index\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))\n"
-        "Index(Path(sys.argv[1])).record_build('a' * 64, 'b' * 64, 1.0, 1)"
+        "Index(Path(sys.argv[1])).record(('a' * 64, 'b' * 64, 1.0, 1))"
     )
     left = set()
     for limit in range(0, 40_000, 4000):
         folder = tmp_path / str(limit)
         subprocess.run([sys.executable, "-c", script, str(folder), str(limit)], check=True)
         left.add(sum(file.stat().st_size for file in folder.iterdir()))
-        Index(folder).record_build(PLAN, BUILD, 2.5, 1234)
+        Index(folder).record((PLAN, BUILD, 2.5, 1234))
         assert Index(folder).build(PLAN, BUILD) == {"seconds": 2.5, "bytes": 1234}
     assert len(left) > 2, "the limits left the same each time, so this test proves little"
 
@@ -350,7 +354,7 @@ def test_what_is_refused_is_named_once_and_left_alone(
     (index.folder / name).write_text("foreign")
     before = {path.name: path.read_bytes() for path in index.folder.iterdir()}
     for _ in range(2):
-        index.record_build(PLAN, "c" * 64, 1.0, 1)
+        index.record((PLAN, "c" * 64, 1.0, 1))
     assert caplog.messages == [
         f"index {index.folder}: {name!r} is not a file of the index, so it is not used; "
         "remove that folder, and it is made anew"
@@ -362,7 +366,7 @@ def test_writers_in_several_processes_do_not_take_each_others_index_for_damaged(
     script = (
         "import sys, time; from pathlib import Path; from dsa_planner.cache import index\n"
         "index.WAIT_SECONDS = 30.0; time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
-        "index.Index(Path(sys.argv[1])).record_build(sys.argv[3], 'b' * 64, 1.0, 1)"
+        "index.Index(Path(sys.argv[1])).record((sys.argv[3], 'b' * 64, 1.0, 1))"
     )
     names = [f"{n:064x}" for n in range(6)]
     start = str(time.time() + 2)
@@ -378,12 +382,12 @@ def test_a_writer_waits_a_moment_for_another_and_no_longer(index: Index) -> None
     descriptor = os.open(index.folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     started = time.monotonic()
-    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    index.record((PLAN, "c" * 64, 1.0, 1))
     assert time.monotonic() - started < 5
     assert index.build(PLAN, "c" * 64) is None
     assert index.build(PLAN, BUILD) == {"seconds": 2.5, "bytes": 1234}
     os.close(descriptor)
-    index.record_build(PLAN, "c" * 64, 1.0, 1)
+    index.record((PLAN, "c" * 64, 1.0, 1))
     assert index.build(PLAN, "c" * 64) == {"seconds": 1.0, "bytes": 1}
 
 
@@ -393,7 +397,7 @@ def test_a_file_system_without_locks_still_keeps_statistics(tmp_path: Path, monk
 
     monkeypatch.setattr(fcntl, "flock", flock)
     index = Index(tmp_path / "index")
-    index.record_build(PLAN, BUILD, 1.0, 1)
+    index.record((PLAN, BUILD, 1.0, 1))
     assert index.build(PLAN, BUILD) == {"seconds": 1.0, "bytes": 1}
 
 
@@ -405,7 +409,7 @@ def test_damage_that_cannot_be_removed_is_named(
 
     (index.folder / "cache.db").write_bytes(b"not a database at all")
     monkeypatch.setattr(Path, "unlink", unlink)
-    index.record_build(PLAN, BUILD, 1.0, 1)
+    index.record((PLAN, BUILD, 1.0, 1))
     (warning,) = caplog.messages
     assert warning.startswith(f"index {index.folder}: file is not a database, and it cannot be made anew (Permission ")
 
@@ -413,5 +417,5 @@ def test_damage_that_cannot_be_removed_is_named(
 def test_a_folder_that_cannot_be_used_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/proc/nothing"), tmp_path / "$HOME" / "index"):
-        Index(folder).record_build(PLAN, BUILD, 1.0, 1)
+        Index(folder).record((PLAN, BUILD, 1.0, 1))
         assert Index(folder).build(PLAN, BUILD) is None

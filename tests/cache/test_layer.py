@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from small_plans import files, set_age, small_plan
 
-from dsa_planner.cache.layer import Layer, SearchPath, version_key
+from dsa_planner.cache.layer import Layer, RecordingLayer, version_key
 from dsa_planner.cache.planfile import MAX_BYTES
-from dsa_planner.cache.writable import RecordingLayer, WritableLayer
+from dsa_planner.cache.search import SearchPath
+from dsa_planner.cache.writable import WritableLayer
 
 BIG = 1 << 30
 
@@ -153,7 +154,9 @@ def test_a_damaged_file_in_the_writable_layer_is_set_aside(tmp_path: Path) -> No
     damage(path, "flipped")
     assert writable.find(plan.plan_id) is None
     assert not path.exists()
-    assert [name.partition("/")[0] for name in files(tmp_path)] == ["quarantine"]
+    assert {name.partition("/")[0] for name in files(tmp_path)} == {"quarantine"}
+    assert list(writable.quarantine().values()) == ["its digest does not match its content, so it is damaged"]
+    assert writable.index.totals()["quarantined"] == 1
     writable.publish(plan)
     assert writable.find(plan.plan_id) == plan
 

@@ -9,23 +9,24 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_plans import kernel_entry
+from small_plans import elf_header, kernel_entry
 
 from dsa_planner.cache.canonical import canonical_json
 from dsa_planner.cache.planfile import MAGIC, PlanFile, plan_id
 from dsa_planner.errors import PlanFileError
 
 IDENTITY = {
-    "config": {"topk": 128, "backend": "default", "deterministic": False},
+    "config": {"arch": "sm_90a", "topk": 128, "backend": "default", "deterministic": False},
     "sources": "s" * 64,
     "options": "--opt-level 3",
     "launch": {"kernels": [{"name": "k"}]},
 }
+CUBIN = elf_header()
 BUILD = {"id": "b" * 64, "packages": {"nvidia-cutlass-dsl": "4.8.1"}}
 
 
 def sample() -> PlanFile:
-    return PlanFile.build(IDENTITY, BUILD, [kernel_entry("k")], {"ptx": b".version 8.8\n", "cubin": b"\x7fELF"})
+    return PlanFile.build(IDENTITY, BUILD, [kernel_entry("k")], {"ptx": b".version 8.8\n", "cubin": CUBIN})
 
 
 def with_manifest(change: Any) -> bytes:
@@ -43,7 +44,7 @@ def sealed(manifest: bytes, sections: bytes) -> bytes:
 def test_a_file_gives_back_what_went_in() -> None:
     plan = PlanFile.decode(sample().encode(), "here", sample().plan_id)
     assert plan == sample()
-    assert plan.cubin == b"\x7fELF"
+    assert plan.cubin == CUBIN
     assert plan.config == IDENTITY["config"]
     assert plan.build_id == "b" * 64
 
@@ -62,7 +63,7 @@ def test_the_layout_is_the_documented_one() -> None:
     (size,) = struct.unpack_from("<I", data, 8)
     manifest = json.loads(data[12 : 12 + size])
     assert [entry["name"] for entry in manifest["sections"]] == ["cubin", "ptx"]
-    assert data[12 + size : -32] == b"\x7fELF.version 8.8\n"
+    assert data[12 + size : -32] == CUBIN + b".version 8.8\n"
     assert data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 

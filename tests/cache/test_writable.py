@@ -13,7 +13,7 @@ import pytest
 from small_plans import files, set_age, small_plan
 
 from dsa_planner.cache import writable
-from dsa_planner.cache.layer import Layer
+from dsa_planner.cache.layer import Layer, Policy
 from dsa_planner.cache.writable import WritableLayer
 from dsa_planner.errors import CacheError
 
@@ -191,11 +191,6 @@ def test_a_lock_that_is_never_released_costs_the_eviction_and_not_the_plan(
     assert present(layer) == {3}
 
 
-def test_a_publish_without_eviction_takes_no_lock(tmp_path: Path) -> None:
-    WritableLayer(tmp_path, BIG).publish(small_plan(1))
-    assert not (tmp_path / "lock").exists()
-
-
 def test_a_file_system_without_locks_still_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import filelock
 
@@ -216,18 +211,21 @@ def test_a_layer_is_shared_by_users_who_may_all_write_it(tmp_path: Path) -> None
         folder.chmod(folder.stat().st_mode | 0o055)
     root = tmp_path / "layer"
     root.mkdir()
-    root.chmod(0o777)
+    os.chown(root, 0, 100)
+    root.chmod(0o2777)
     script = (
-        "import os, sys; from pathlib import Path\n"
+        "import os, sys; from pathlib import Path; from dsa_planner.cache.layer import Policy\n"
         "from dsa_planner.cache.writable import WritableLayer; from small_plans import small_plan\n"
-        "import filelock; os.umask(0); os.setuid(int(sys.argv[2])); size = len(small_plan().encode())\n"
-        "for n in sys.argv[3:]: WritableLayer(Path(sys.argv[1]), 2 * size).publish(small_plan(int(n)))"
+        "os.umask(0); os.setgid(100); os.setuid(int(sys.argv[2])); size = len(small_plan().encode())\n"
+        "layer = WritableLayer(Path(sys.argv[1]), 2 * size, Policy(anyone_may_write=True))\n"
+        "for n in sys.argv[3:]: layer.publish(small_plan(int(n)))"
     )
     for user, numbers in (("65534", "123"), ("65533", "456"), ("65534", "78")):
         command = [sys.executable, "-c", script, str(root), user, *numbers]
         out = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": os.pathsep.join(sys.path)})
         assert (out.returncode, out.stderr) == (0, "")
-    assert present(Layer(root)) == {7, 8}
+    assert present(Layer(root, Policy(anyone_may_write=True))) == {7, 8}
+    assert not [path for path in root.rglob("*") if path.stat().st_mode & 0o002], "nothing is for everybody to write"
 
 
 def test_a_new_plans_folder_that_an_evictor_removes_at_once_is_made_again(
@@ -235,16 +233,16 @@ def test_a_new_plans_folder_that_an_evictor_removes_at_once_is_made_again(
 ) -> None:
     layer, plan = WritableLayer(tmp_path, BIG), small_plan()
     layer.prepare()
-    replace, removals = os.replace, 3
+    link, removals = os.link, 3
 
     def evictor_first(source: Path, target: Path) -> None:
         nonlocal removals
         if removals:
             removals -= 1
             target.parent.rmdir()
-        replace(source, target)
+        link(source, target)
 
-    monkeypatch.setattr(os, "replace", evictor_first)
+    monkeypatch.setattr(os, "link", evictor_first)
     layer.publish(plan)
     assert layer.find(plan.plan_id) == plan
 
@@ -304,7 +302,7 @@ def test_the_plan_just_published_is_not_evicted_for_itself(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("step", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("step", ["write", "fsync", "link"])
 def test_a_failing_file_system_is_named_and_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int
 ) -> None:
@@ -328,7 +326,7 @@ def test_a_failing_file_system_is_named_and_leaves_nothing_half_written(
 
 def test_a_full_file_system(tmp_path: Path) -> None:
     """A real one, where this machine lets a test mount one."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "none", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
@@ -404,7 +402,7 @@ def test_a_file_in_the_place_of_a_plans_folder_is_set_aside(tmp_path: Path) -> N
         assert not folder.exists()
     layer.publish(plan)
     assert layer.find(plan.plan_id) == plan
-    assert len(os.listdir(tmp_path / "quarantine")) == 2
+    assert list(layer.quarantine().values()) == ["it is not a folder"] * 2
 
 
 @pytest.mark.parametrize(
