@@ -152,7 +152,14 @@ class Index:
         self._examine_folder()
         if (self.folder / DBNAME).exists():
             self._examine_database()
-        return diskcache.Cache(str(self.folder), timeout=WAIT_SECONDS, disk=RawDisk, **_SETTINGS)
+        cache = diskcache.Cache.__new__(diskcache.Cache)
+        try:
+            diskcache.Cache.__init__(cache, str(self.folder), timeout=WAIT_SECONDS, disk=RawDisk, **_SETTINGS)
+        except BaseException:  # a full disk: what was opened by then would stay open until garbage is collected
+            with contextlib.suppress(AttributeError):
+                cache.close()
+            raise
+        return cache
 
     def _examine_place(self) -> None:
         """Refuse what is no folder of the layer."""

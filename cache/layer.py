@@ -30,7 +30,7 @@ PLANS = "plans-v1"
 log = logging.getLogger("dsa_planner.cache")
 _HEX = frozenset(string.digits + "abcdef")
 _LONGEST_NUMBER = 9
-_ANYONES = "everybody may write it, and DSA_PLAN_PERMISSIONS is strict"
+ANYONES = "everybody may write it, and DSA_PLAN_PERMISSIONS is strict"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Layer:
             if plan.build_id != build_id:
                 raise PlanFileError(f"plan file {path}", f"it holds build {plan.build_id}", "remove or rename it")
         except (FileNotFoundError, NotADirectoryError):
-            if path.is_symlink():
+            if os.path.islink(path):
                 self._note(path, "it is a link that leads nowhere")
             self._missed(path.parent)
             return None
@@ -228,7 +228,7 @@ class Layer:
 
     def _require_private(self, folder: Path) -> None:
         if not self.policy.anyone_may_write and folder.stat().st_mode & stat.S_IWOTH:
-            raise PlanFileError(f"folder {folder}", _ANYONES, "take that permission away")
+            raise PlanFileError(f"folder {folder}", ANYONES, "take that permission away")
 
     def _names(self, folder: Path) -> list[str]:
         try:
@@ -311,7 +311,7 @@ def read_bounded(path: Path, anyone_may_write: bool = True) -> bytes:
         elif found.st_size > MAX_BYTES:
             rule = f"it has {found.st_size} bytes, more than {MAX_BYTES}"
         elif found.st_mode & stat.S_IWOTH and not anyone_may_write:
-            rule = _ANYONES
+            rule = ANYONES
         if rule is not None:
             raise PlanFileError(f"plan file {path}", rule, "remove it")
         return file.read(found.st_size + 1)  # a read of more would first make room for all of it

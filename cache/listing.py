@@ -128,7 +128,7 @@ def signer(listing: bytes, signature: bytes, trusted: Sequence[Path]) -> str:
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise _unsigned(f"its {SIGNATURE} cannot be read ({type(error).__name__}: {error})") from None
     if name not in from_file:
-        raise _unsigned(f"it is signed by key {name[:64]}, which is not one of DSA_PLAN_TRUSTED_KEYS")
+        raise _unsigned(f"it is signed by key {name[:64]}, which is not one of the trusted keys")
     from cryptography.exceptions import InvalidSignature
 
     try:

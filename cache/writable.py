@@ -25,7 +25,7 @@ from pathlib import Path
 import filelock
 
 from dsa_planner.cache.index import Index
-from dsa_planner.cache.layer import PLANS, Entry, Policy, RecordingLayer, read_bounded
+from dsa_planner.cache.layer import ANYONES, PLANS, Entry, Policy, RecordingLayer, read_bounded
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import CacheError, PlanFileError, remedy_of
 
@@ -131,10 +131,10 @@ class WritableLayer(RecordingLayer):
             if alone:
                 # Once the plan is there, whoever waits for the lock finds it, and nobody needs the file. Without the
                 # plan the file stays, for those who wait on it.
-                if self.path_of(plan_id, build_id).exists():
+                if os.path.exists(self.path_of(plan_id, build_id)):
                     with contextlib.suppress(OSError):
                         path.unlink()
-                lock.release()
+                _release(lock)
 
     # --- publish and evict --------------------------------------------------------------------------------------------
 
@@ -244,11 +244,11 @@ class WritableLayer(RecordingLayer):
         Raises:
             CacheError: the layer cannot be locked, or is not to be written by this user.
         """
-        if not dry_run and self.root.exists():
+        if not dry_run and os.path.exists(self.root):
             with self._errors("prune", self.root):
                 self._require_ours()
         evicted = self.evict(limit_bytes, dry_run=dry_run)
-        leftovers = self._leftovers(quarantined)
+        leftovers = self.leftovers(quarantined)
         if not dry_run:
             leftovers = [leftover for leftover in leftovers if _unlink(leftover.path)]
             with contextlib.suppress(OSError):
@@ -257,7 +257,7 @@ class WritableLayer(RecordingLayer):
                         (self.root / PLANS / name).rmdir()
         return Pruned(tuple(evicted), tuple(leftovers))
 
-    def _leftovers(self, quarantined: int = QUARANTINED) -> list[Leftover]:
+    def leftovers(self, quarantined: int = QUARANTINED) -> list[Leftover]:
         """What killed writers and builders left, and all but the latest of the damaged files that were set aside."""
         now = time.time()
         found = [
@@ -313,7 +313,7 @@ class WritableLayer(RecordingLayer):
                 probe = folder / f"probe.{os.getpid()}.{secrets.token_hex(8)}"
                 probe.touch()
                 probe.unlink()
-        for leftover in self._leftovers():
+        for leftover in self.leftovers():
             _unlink(leftover.path)
 
     def _require_room(self, plan: PlanFile, size: int, others: Collection[Path]) -> None:
@@ -342,21 +342,18 @@ class WritableLayer(RecordingLayer):
         """Refuse to write into a layer that belongs to another user, or that everybody may write."""
         if self.policy.anyone_may_write:
             return
-        found = self.root.stat()
-        remedy = (
-            "set DSA_PLAN_CACHE_DIR to a new folder inside it, or DSA_PLAN_PERMISSIONS=any if it is shared on purpose"
-        )
-        if os.geteuid() not in (0, found.st_uid):
+        remedy = "set DSA_PLAN_CACHE_DIR to {}, or DSA_PLAN_PERMISSIONS=any if it is to be shared"
+        owner, user = self.root.stat().st_uid, os.geteuid()
+        if user not in (0, owner):
             raise CacheError(
                 f"cannot write {self.root}",
-                f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}",
-                remedy,
+                f"it belongs to user {owner}, not to {user}",
+                remedy.format("a folder of yours"),
             )
         for folder in (self.root, self.root / PLANS):
-            if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
-                raise CacheError(
-                    f"cannot write {folder}", "everybody may write it, and DSA_PLAN_PERMISSIONS is strict", remedy
-                )
+            with contextlib.suppress(FileNotFoundError):
+                if folder.stat().st_mode & stat.S_IWOTH:
+                    raise CacheError(f"cannot write {folder}", ANYONES, remedy.format("a new folder inside it"))
 
     def _mark(self) -> None:
         """Have a CACHEDIR.TAG that backup programs know, best effort: no plan depends on it.
@@ -431,7 +428,7 @@ class WritableLayer(RecordingLayer):
         try:
             yield
         finally:
-            lock.release()
+            _release(lock)
 
     @contextlib.contextmanager
     def _errors(self, action: str, path: Path) -> Iterator[None]:
@@ -450,6 +447,14 @@ class WritableLayer(RecordingLayer):
                 errno.EDQUOT: "free some of the quota or set DSA_PLAN_CACHE_DIR to another folder",
             }.get(error.errno or 0, remedy_of(error, "set DSA_PLAN_CACHE_DIR to a folder that can be written"))
             raise CacheError(f"cannot {action} {path}", f"{error.strerror or error}", remedy) from error
+
+
+def _release(lock: filelock.BaseFileLock) -> None:
+    """Release a lock; what was done under it stays done, whatever the file system says to that."""
+    try:
+        lock.release()
+    except OSError as error:
+        log.warning("%s: it cannot be released (%s)", lock.lock_file, error.strerror)
 
 
 def _remove(path: Path) -> bool:

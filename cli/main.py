@@ -10,7 +10,7 @@ Exit codes:
 1      a plan failed to compile, or the answer could not be written
 2      the request is wrong: usage, outside the support envelope, or PTX that the machine refuses
 3      there is no such plan
-4      the compiler, or what verifies, measures or plots, is not installed
+4      the compiler, or what verifies, measures, plots or signs, is not installed
 5      a layer cannot be read or written, is damaged, or does not hold what was built
 6      the GPU or its driver is missing, or is another one
 7      a plan failed its verification
@@ -33,6 +33,8 @@ import typer
 
 from dsa_planner import __version__, errors
 from dsa_planner.bench.request import help_of as bench_help
+from dsa_planner.cli import store
+from dsa_planner.cli.options import ArchFilter, BackendFilter, JsonOption, PlansArgument, TopkFilter
 
 __all__ = ["app", "exit_code", "main"]
 
@@ -70,7 +72,6 @@ ArchOption = Annotated[
 DeterministicOption = Annotated[
     bool, typer.Option("--deterministic", help="Plans whose d_index_k is bitwise reproducible.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class Ended(BaseException):
@@ -196,12 +197,10 @@ def show(
 
 @app.command()
 def verify(
-    plans: Annotated[
-        list[str] | None, typer.Argument(metavar="[PLAN]...", help="Plan ids, or beginnings of them; all by default.")
-    ] = None,
-    topk: Annotated[str | None, typer.Option("--topk", help="Only plans of these values of topk.")] = None,
-    backend: Annotated[str | None, typer.Option("--backend", help="Only plans of these backends.")] = None,
-    arch: Annotated[str | None, typer.Option("--arch", help="Only plans of these arches.")] = None,
+    plans: PlansArgument = None,
+    topk: TopkFilter = None,
+    backend: BackendFilter = None,
+    arch: ArchFilter = None,
     schedules: Annotated[
         str, typer.Option("--schedules", help="inorder, random:SEED and late:SEED, separated by commas.")
     ] = "inorder,random:1,late:1",
@@ -292,12 +291,15 @@ def explain(
     heads: Annotated[str | None, typer.Option("--heads", help="Indexer heads, H.")] = None,
     head_dim: Annotated[str | None, typer.Option("--head-dim", help="Dimensions of a head, D.")] = None,
     deterministic: DeterministicOption = False,
+    miss: Annotated[
+        bool, typer.Option("--miss", help="Where no layer has the plan: what is unusable, and the nearest plans.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Print the support envelope, or say whether a request lies in it.
 
     With --topk: for each backend and arch the plan id of the request and whether a layer has it, or why it is refused
-    and what is nearest. Needs no compiler.
+    and what is nearest. With --miss also why no layer has it, as a job would see the layers. Needs no compiler.
     """
     from dsa_planner.cli import render, request
     from dsa_planner.locate import search_path
@@ -314,12 +316,16 @@ def explain(
             given[name] = text
     if deterministic:
         given["deterministic"] = True
-    if not given:
+    if not given and not miss:
         render.envelope_table(json)
         return
     if "topk" not in given:
         raise errors.UnsupportedError("explain without --topk", "a request needs a topk", "add for example --topk 1024")
-    render.verdicts(request.verdicts(given), search_path(Settings.from_environment(), trust_writable=True), json)
+    search = search_path(Settings.from_environment(), trust_writable=not miss)
+    render.verdicts(request.verdicts(given), search, miss, json)
+
+
+store.register(app)
 
 
 def _end(number: int, frame: object) -> None:

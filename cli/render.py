@@ -17,12 +17,13 @@ from rich.table import Table
 
 from dsa_planner import envelope
 from dsa_planner.cache.index import Index
-from dsa_planner.cache.layer import Layer
+from dsa_planner.cache.layer import Entry, Layer
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.search import SearchPath
 from dsa_planner.cli.request import NotAvailable, Verdict
 from dsa_planner.errors import CacheError, UnsupportedError, remedy_of
 from dsa_planner.identity import plan_id_of
+from dsa_planner.nearest import nearest
 from dsa_planner.planner import Outcome, Planner
 
 SHORT = 12  # digits of an id in a table
@@ -138,7 +139,7 @@ def listing(search: SearchPath, json: bool) -> None:
                     "used": round(entry.used_ns / 1e9, 3),
                     "layer": str(layer.root),
                     "writable": layer.writable,
-                    "problem": layer.damaged.get(entry.path),
+                    "problem": problem_of(layer, entry),
                 }
                 for layer, entry, plan in rows
             ]
@@ -157,22 +158,24 @@ def listing(search: SearchPath, json: bool) -> None:
         "state",
         right=("topk", "bytes"),
     )
-    now = time.time()
     for layer, entry, plan in rows:
         config = plan.config if plan else {}
         grid.add_row(
             entry.plan_id[:SHORT], entry.build_id[:SHORT],
             *(str(config.get(name, "?")) for name in ("backend", "arch", "topk", "d_weights")),
-            str(entry.bytes), _age(now - entry.used_ns / 1e9), str(layer.root),
-            "intact" if plan else layer.damaged.get(entry.path, "gone"),
+            str(entry.bytes), age(entry.used_ns), str(layer.root),
+            "intact" if plan else problem_of(layer, entry) or "gone",
         )  # fmt: skip
     out = console()
     if rows:
         out.print(grid)
     intact = sum(plan is not None for _, _, plan in rows)
     words = [f"{intact} plan{'' if intact == 1 else 's'}"]
-    if intact < len(rows):
-        words.append(f"{len(rows) - intact} damaged")
+    refused = sum(entry.path in layer.refused for layer, entry, _ in rows)
+    if intact + refused < len(rows):
+        words.append(f"{len(rows) - intact - refused} damaged")
+    if refused:
+        words.append(f"{refused} refused")
     out.print(f"{', '.join(words)} in {search.describe()}")
 
 
@@ -259,52 +262,68 @@ def envelope_table(json: bool) -> None:
     console().print(grid)
 
 
-def verdicts(found: Sequence[Verdict], search: SearchPath, json: bool) -> None:
-    """Whether requests lie in the envelope.
+def verdicts(found: Sequence[Verdict], search: SearchPath, miss: bool, json: bool) -> None:
+    """Whether requests lie in the envelope, whether a layer has their plans, and, for a ``miss``, why none has.
 
     Raises:
         UnsupportedError: none does; the first refusal.
     """
-    plan_ids = [plan_id_of(v.config) if v.config is not None else None for v in found]
-    hits = [search.find(plan_id) if plan_id is not None else None for plan_id in plan_ids]
-    layers = [str(hit[1].root) if hit is not None else None for hit in hits]
     indices = [Index(layer.root / "index") for layer in search.layers if layer.writable]
-    failures = [
-        next((text for index in indices if plan_id and not hit and (text := index.failure(plan_id))), None)
-        for plan_id, hit in zip(plan_ids, hits, strict=True)
-    ]
-    if json:
-        print_json(
-            [
-                {
-                    "backend": v.backend,
-                    "arch": v.arch,
-                    "config": v.config,
-                    "plan_id": plan_id,
-                    "layer": layer,
-                    "last_failure": failure,
-                    "refused": str(v.refusal) if v.refusal else None,
-                }
-                for v, plan_id, layer, failure in zip(found, plan_ids, layers, failures, strict=True)
-            ]
-        )
-    else:
-        out = console()
-        for v, plan_id, layer, failure in zip(found, plan_ids, layers, failures, strict=True):
-            if v.config is not None:
-                fields = " ".join(f"{name}={envelope.describe([value])}" for name, value in v.config.items())
-                where = f"in {layer}" if layer else "not compiled yet"
-                where += f"; the last attempt failed: {failure}" if failure else ""
-                out.print(f"supported: {fields}; plan {plan_id}; {where}")
-            else:
+    out = console()
+    rows: list[dict[str, Any]] = []
+    for v in found:
+        row: dict[str, Any] = {"backend": v.backend, "arch": v.arch, "config": v.config, "plan_id": None}
+        row |= {"layer": None, "last_failure": None, "refused": str(v.refusal) if v.refusal else None}
+        rows.append(row)
+        if v.config is None:
+            if not json:
                 out.print(f"refused: {v.refusal}")
+            continue
+        plan_id = row["plan_id"] = plan_id_of(v.config)
+        hit = search.find(plan_id)
+        row["layer"] = str(hit[1].root) if hit else None
+        row["last_failure"] = next((text for i in indices if not hit and (text := i.failure(plan_id))), None)
+        near = nearest(v.config, search) if miss and not hit else []
+        if miss:
+            row["unusable"] = [] if hit else search.unusable()
+            row["nearest"] = [
+                {
+                    "plan_id": each.plan.plan_id,
+                    "layer": str(each.layer.root),
+                    "differences": [vars(difference) for difference in each.differences],
+                }
+                for each in near
+            ]
+        if not json:
+            fields = " ".join(f"{name}={envelope.describe([value])}" for name, value in v.config.items())
+            where = f"in {row['layer']}" if hit else "in no layer" if miss else "not compiled yet"
+            where += f"; the last attempt failed: {row['last_failure']}" if row["last_failure"] else ""
+            out.print(f"supported: {fields}; plan {plan_id}; {where}")
+            for problem in row.get("unusable", ()):
+                out.print(f"  unusable: {problem}")
+            for each in near:
+                differences = ", ".join(map(str, each.differences))
+                out.print(f"  nearest: plan {each.plan.plan_id[:SHORT]} in {each.layer.root}: {differences}")
+            if miss and not hit and not near:
+                out.print(f"  there is no other plan in {search.describe()}")
+    if json:
+        print_json(rows)
     refusals = [verdict.refusal for verdict in found if verdict.refusal is not None]
     if len(refusals) == len(found):
         raise refusals[0]
 
 
-def _age(seconds: float) -> str:
+def age(used_ns: int) -> str:
+    """How long ago a plan was last used; "-" for the time that every file of a bundle has."""
+    if used_ns == 0:
+        return "-"
+    seconds = time.time() - used_ns / 1e9
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{int(seconds // size)} {unit} ago"
     return f"{max(0, int(seconds))} s ago"
+
+
+def problem_of(layer: Layer, entry: Entry) -> str | None:
+    """Why a plan file could not be used."""
+    return layer.damaged.get(entry.path) or layer.refused.get(entry.path)

@@ -24,6 +24,7 @@ from dsa_planner.errors import (
 )
 
 if TYPE_CHECKING:
+    from dsa_planner.cache.search import layer_counts
     from dsa_planner.config import PlanConfig
     from dsa_planner.operators import indexer_backward, load_plan
     from dsa_planner.plan import Plan
@@ -44,6 +45,7 @@ __all__ = [
     "Planner",
     "UnsupportedError",
     "indexer_backward",
+    "layer_counts",
     "load_plan",
 ]
 
@@ -52,6 +54,7 @@ _LAZY = {
     "PlanConfig": "dsa_planner.config",
     "Planner": "dsa_planner.planner",
     "indexer_backward": "dsa_planner.operators",
+    "layer_counts": "dsa_planner.cache.search",
     "load_plan": "dsa_planner.operators",
 }
 

@@ -11,24 +11,27 @@ __all__ = ["integer", "positive", "words"]
 _LONGEST_NUMBER = 9  # digits
 
 
-def integer(option: str, text: str, example: int, least: int = -(10**_LONGEST_NUMBER)) -> int:
+def integer(
+    option: str, text: str, example: int, least: int = -(10**_LONGEST_NUMBER), longest: int = _LONGEST_NUMBER
+) -> int:
     """The whole number that an option has.
 
     Args:
         option: its name, and an ``example`` of its value, for the message.
         text: what the user gave.
         least: the smallest that it may be.
+        longest: digits that it may have.
 
     Raises:
         UnsupportedError: it is none, below ``least``, or too long.
     """
     digits = text.removeprefix("-")
     whole = digits.isascii() and digits.isdigit()
-    if whole and len(digits) <= _LONGEST_NUMBER and int(text) >= least:
+    if whole and len(digits) <= longest and int(text) >= least:
         return int(text)
     bound = f" of at least {least}" if least >= 0 else ""
-    if whole and len(digits) > _LONGEST_NUMBER:
-        bound += f"{' and' if bound else ' of'} at most {_LONGEST_NUMBER} digits"
+    if whole and len(digits) > longest:
+        bound += f"{' and' if bound else ' of'} at most {longest} digits"
     raise UnsupportedError(
         f"{option} {shown(text)}", f"it has to be a whole number{bound}", f"give for example {option} {example}"
     )

@@ -239,14 +239,14 @@ def test_layers_that_cannot_be_written_are_exit_code_5(command: Command) -> None
     for place in (command.home / "file", command.home / "file" / "below", Path("/proc/none")):
         line = command.refused("precompile", "--topk", "128", code=5, DSA_PLAN_CACHE_DIR=str(place))
         assert line.startswith(f"cannot write {place}")
-        assert line.endswith("set DSA_PLAN_CACHE_DIR to a folder that can be written")
+        assert "set DSA_PLAN_CACHE_DIR to " in line
     line = command.refused("precompile", "--topk", "128", code=5, DSA_PLAN_CACHE_DIR="none")
     assert line.startswith("no writable layer: ")
 
 
 def test_a_full_cache_folder_is_exit_code_5_and_nothing_is_half_written(command: Command) -> None:
     command.layer.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(command.layer)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k,mode=700", "none", str(command.layer)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
