@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 __all__ = ["canonical_json", "digest", "parse_canonical"]
@@ -28,29 +29,41 @@ def canonical_json(value: Any) -> bytes:
     return _encoded(value)
 
 
-def parse_canonical(text: bytes) -> tuple[Any, dict[str, bytes]]:
-    """Decode canonical JSON, and refuse any other form of the same value. Fast: a reader does this at every load.
+def parse_canonical(text: bytes, pinned: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Decode the canonical JSON of an object, and refuse any other form of it. Fast: a reader does this at every load.
+
+    Args:
+        text: the bytes.
+        pinned: members whose form is not examined, because the caller compares their digest with a known one.
 
     Returns:
-        The value and, if it is an object, the canonical JSON of each of its members.
+        The object, and the text of each member.
 
     Raises:
-        ValueError: it is no JSON, or not canonical.
+        ValueError: it is no JSON object, or not canonical.
         RecursionError: it is nested too deeply.
     """
     if text.translate(None, _PRINTABLE):
         raise ValueError("it is not in canonical form: a character that is not printable ASCII")
     if b"\\" in text and b"\\" in _ESCAPE.sub(b"", text):
         raise ValueError("it is not in canonical form: an escape of a character that needs none")
-    value = json.loads(text, parse_float=_refuse_number, parse_constant=_refuse_number)
+    characters = text.decode("ascii")
+    value: dict[str, Any] = {}
     members: dict[str, bytes] = {}
-    if isinstance(value, dict):
-        members = {name: _encoded(value[name]) for name in sorted(value)}
-        again = b"{" + b",".join(_encoded(name) + b":" + member for name, member in members.items()) + b"}"
-    else:
-        again = _encoded(value)
-    if again != text:
-        raise ValueError("it is not in canonical form")
+    at, last = 1, ""
+    if characters == "{}":
+        return value, members
+    while characters[at - 1 : at] == ("," if members else "{"):
+        name, end = _DECODER.raw_decode(characters, at)
+        if not isinstance(name, str) or (members and name <= last) or characters[end : end + 1] != ":":
+            raise ValueError("it is not in canonical form: it is no object, or its members are not in order")
+        value[name], at = _DECODER.raw_decode(characters, end + 1)
+        members[name] = text[end + 1 : at]
+        if name not in pinned and _encoded(value[name]) != members[name]:
+            raise ValueError(f"it is not in canonical form: {name}")
+        at, last = at + 1, name
+    if at != len(text) or not text.endswith(b"}"):
+        raise ValueError("it is not in canonical form: it does not end where its last member does")
     return value, members
 
 
@@ -60,6 +73,9 @@ def _encoded(value: Any) -> bytes:
 
 def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"it is not in canonical form: the number {text[:40]}")
+
+
+_DECODER = json.JSONDecoder(parse_float=_refuse_number, parse_constant=_refuse_number)
 
 
 def digest(value: Any) -> str:

@@ -10,6 +10,7 @@ that a bad layer costs a miss and not a job. Standard library only, but for the 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -303,9 +304,11 @@ def read_bounded(path: Path, anyone_may_write: bool = True) -> bytes:
         PlanFileError: it is something else than a regular file, too large, or everybody may write it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         rule = None
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
             rule = "it is not a regular file"
         elif found.st_size > MAX_BYTES:
@@ -314,7 +317,13 @@ def read_bounded(path: Path, anyone_may_write: bool = True) -> bytes:
             rule = ANYONES
         if rule is not None:
             raise PlanFileError(f"plan file {path}", rule, "remove it")
-        return file.read(found.st_size + 1)  # a read of more would first make room for all of it
+        # In one piece, mostly: a longer read would first make room for all of it, and a copy costs as much as the read.
+        data = os.read(descriptor, found.st_size + 1)
+        while len(data) < found.st_size and (more := os.read(descriptor, found.st_size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(descriptor)
 
 
 def version_key(version: str) -> tuple[int, ...]:

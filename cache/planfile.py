@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from dsa_planner.cache.canonical import canonical_json, digest, parse_canonical
@@ -161,14 +162,15 @@ class PlanFile:
         if start > len(body):
             raise refuse("its manifest is longer than the file")
         try:
-            manifest, members = parse_canonical(bytes(body[_HEADER.size : start]))
-            sections = _split(manifest, body, start)
+            pinned = ("identity",) if expected_plan_id is not None else ()
+            manifest, members = parse_canonical(bytes(body[_HEADER.size : start]), pinned)
+            sections = _split(manifest, data, start)
             found = hashlib.sha256(members["identity"]).hexdigest()  # as ``plan_id`` does
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise refuse(f"its manifest cannot be read ({type(error).__name__}: {error})") from None
         if expected_plan_id is not None and found != expected_plan_id:
             raise refuse(f"it holds plan {found}, not plan {expected_plan_id} as its name says", "remove or rename it")
-        arch, built_for = manifest["identity"]["config"]["arch"], elf_arch(sections["cubin"])
+        arch, built_for = manifest["identity"]["config"]["arch"], elf_arch(sections.head("cubin", _ELF.size))
         if built_for != arch.removesuffix("f"):  # a family's target: the ELF file has no mark for it
             raise refuse(f"its config is for {arch}, its machine code is {built_for or 'no CUDA ELF file'}")
         return cls(manifest, sections)
@@ -192,8 +194,39 @@ def elf_arch(cubin: bytes) -> str | None:
     return f"sm_{flags >> 8 & 0xFF}{'a' if flags & 0x8 else ''}"
 
 
-def _split(manifest: Any, body: memoryview, start: int) -> dict[str, bytes]:
-    """The sections that the manifest lists, which must fill the body exactly, once the manifest is what it must be."""
+class _Sections(Mapping[str, bytes]):
+    """The sections of a file that was read, each cut out when it is asked for: a job needs the cubin alone."""
+
+    def __init__(self, data: bytes, spans: Mapping[str, tuple[int, int]]) -> None:
+        self._data = data
+        self._spans = spans
+
+    def __getitem__(self, name: str) -> bytes:
+        start, end = self._spans[name]
+        return self._data[start:end]
+
+    def head(self, name: str, size: int) -> bytes:
+        """The first bytes of a section."""
+        start, end = self._spans[name]
+        return self._data[start : min(end, start + size)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._spans)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and dict(self) == dict(other)
+
+    def __repr__(self) -> str:
+        return f"<sections {', '.join(f'{name}: {end - start} bytes' for name, (start, end) in self._spans.items())}>"
+
+
+def _split(manifest: Any, data: bytes, start: int) -> _Sections:
+    """The sections that the manifest lists, which must fill the file exactly up to its trailing digest, once the
+    manifest is what it must be.
+    """
     _require_object(manifest, "the manifest", _MANIFEST_KEYS)
     identity, build, kernels = manifest["identity"], manifest["build"], manifest["kernels"]
     _require_object(identity, "identity", _IDENTITY_KEYS)
@@ -211,23 +244,25 @@ def _split(manifest: Any, body: memoryview, start: int) -> dict[str, bytes]:
         _require_object(kernel, "an entry of kernels", _KERNEL_FIELDS.keys())
         wrong = [(name, kind) for name, kind in _KERNEL_FIELDS.items() if type(kernel[name]) is not kind]
         _require(not wrong, " and ".join(f"kernels.{name} is of type {kind.__name__}" for name, kind in wrong))
-        pairs = all([type(item) for item in parameter] == [int, int] for parameter in kernel["parameters"])
-        _require(pairs, "kernels.parameters has offsets and sizes")
+        parameters = kernel["parameters"]
+        pairs = all(type(pair) is list and len(pair) == 2 for pair in parameters)
+        _require(pairs and set(map(type, chain(*parameters))) <= {int}, "kernels.parameters has offsets and sizes")
     expected = [kernel["name"] for kernel in identity["launch"]["kernels"]]
     _require(
         [kernel["name"] for kernel in kernels] == expected, "kernels has an entry for each kernel of the launch record"
     )
-    sections: dict[str, bytes] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for entry in manifest["sections"]:
         _require_object(entry, "an entry of sections", {"name", "bytes"})
         name, size = entry["name"], entry["bytes"]
-        _require(isinstance(name, str) and name not in sections, "a section has a name of its own")
+        _require(isinstance(name, str) and name not in spans, "a section has a name of its own")
         _require(type(size) is int and size >= 0, "a section has a size")
-        sections[name] = bytes(body[start : start + size])
+        spans[name] = (start, start + size)
         start += size
-    _require(start == len(body), f"the sections end where the file does: {start} is not {len(body)}")
-    _require("cubin" in sections, "there is a section cubin")
-    return sections
+    end = len(data) - _DIGEST_BYTES
+    _require(start == end, f"the sections end where the file does: {start} is not {end}")
+    _require("cubin" in spans, "there is a section cubin")
+    return _Sections(data, spans)
 
 
 def _require(condition: bool, rule: str) -> None:

@@ -36,9 +36,9 @@ class SearchPath:
         last = [] if writable is None else [writable]
         folders: dict[str, Path] = {}
         for root in read_only:
-            folders.setdefault(os.path.realpath(root), root)
-        for layer in last:
-            folders.pop(os.path.realpath(layer.root), None)
+            # The writable layer's name is compared as it is: to resolve it would look at it, before any miss.
+            if writable is None or os.path.abspath(root) != os.path.abspath(writable.root):
+                folders.setdefault(os.path.realpath(root), root)
         self.layers = (*(Layer(root, policy) for root in folders.values()), *last)
 
     def find(self, plan_id: str, build_id: str | None = None) -> tuple[PlanFile, Layer] | None:

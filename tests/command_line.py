@@ -37,6 +37,13 @@ class Command:
         assert "Traceback" not in out.stderr
         return out
 
+    def python(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Runs a script as a job would, with the command's settings."""
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            env={**self.environment, **environment}, cwd=self.home, capture_output=True, text=True,
+        )  # fmt: skip
+
     def refused(self, *arguments: str, code: int, **environment: str) -> str:
         """The one line that a refused command prints."""
         out = self(*arguments, code=code, **environment)
