@@ -16,7 +16,7 @@ import os
 import stat
 import string
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +75,11 @@ def is_id(text: str) -> bool:
     return len(text) == 64 and set(text) <= _HEX
 
 
+def _build_ids(names: Iterable[str]) -> list[str]:
+    """The build ids among the names of a plan's folder."""
+    return [name[: -len(SUFFIX)] for name in names if name.endswith(SUFFIX) and is_id(name[: -len(SUFFIX)])]
+
+
 @dataclass
 class _Admission:
     """Whether a layer may be used at all, and the list that a trusted key signed, if any has to."""
@@ -119,8 +124,7 @@ class Layer:
             raise ValueError(f"a plan id is 64 hexadecimal digits, not {plan_id!r}")
         if self.admission().refusal is not None:
             return []
-        names = self._names(self.root / PLANS / plan_id)
-        return [name[: -len(SUFFIX)] for name in names if name.endswith(SUFFIX) and is_id(name[: -len(SUFFIX)])]
+        return _build_ids(self._names(self.root / PLANS / plan_id))
 
     def read(self, plan_id: str, build_id: str, record_use: bool = True) -> PlanFile | None:
         """A build of a plan, checked against both of its names, or None."""
@@ -173,15 +177,18 @@ class Layer:
 
     def entries(self) -> Iterator[Entry]:
         """All plan files of the layer, unread, ordered by id."""
-        base = self.root / PLANS
-        for plan_id in sorted(self._names(base)) if self.admission().refusal is None else ():
-            if not is_id(plan_id):
-                continue
-            for build_id in sorted(self.builds(plan_id)):
-                path = self.path_of(plan_id, build_id)
+        if self.admission().refusal is not None:
+            return
+        base = str(self.root / PLANS)
+        for plan_id in filter(is_id, sorted(self._names(base))):
+            folder = f"{base}/{plan_id}"
+            for build_id in sorted(_build_ids(self._names(folder))):
+                path = (
+                    f"{folder}/{build_id}{SUFFIX}"  # text, because a path object for each step takes most of the time
+                )
                 with suppress(OSError):  # evicted since it was listed
-                    found = path.lstat() if path.is_symlink() and not path.exists() else path.stat()
-                    yield Entry(plan_id, build_id, path, found.st_size, found.st_mtime_ns)
+                    found = os.lstat(path) if os.path.islink(path) and not os.path.exists(path) else os.stat(path)
+                    yield Entry(plan_id, build_id, Path(path), found.st_size, found.st_mtime_ns)
 
     def admission(self) -> _Admission:
         """Whether the policy admits the layer; examined once. What is not there is admitted, and misses."""
@@ -231,13 +238,13 @@ class Layer:
         if not self.policy.anyone_may_write and folder.stat().st_mode & stat.S_IWOTH:
             raise PlanFileError(f"folder {folder}", ANYONES, "take that permission away")
 
-    def _names(self, folder: Path) -> list[str]:
+    def _names(self, folder: Path | str) -> list[str]:
         try:
             return os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
-            self._missed(folder)
+            self._missed(Path(folder))
         except OSError as error:
-            self._note(folder, f"it cannot be listed ({error.strerror})")
+            self._note(Path(folder), f"it cannot be listed ({error.strerror})")
         return []
 
     def _missed(self, folder: Path) -> None:

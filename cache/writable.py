@@ -22,8 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
-
+from dsa_planner.cache import locks
 from dsa_planner.cache.index import Index
 from dsa_planner.cache.layer import ANYONES, PLANS, Entry, Policy, RecordingLayer, read_bounded
 from dsa_planner.cache.planfile import PlanFile
@@ -35,8 +34,6 @@ _TAG_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55"
 _CACHEDIR_TAG = _TAG_SIGNATURE + b"\n# Compiled GPU kernel plans of dsa-planner; safe to delete.\n"
 log = logging.getLogger("dsa_planner.cache")
 _PLACE_ATTEMPTS = 8
-_POLL_SECONDS = 0.02
-LOCK_SECONDS = 10
 TEMPORARY_SECONDS = 3600  # no writer takes so long
 LOCK_FILE_SECONDS = 24 * 3600  # what a builder's lock file lives at least
 QUARANTINED = 16  # files
@@ -92,10 +89,9 @@ class WritableLayer(RecordingLayer):
 
     # --- single flight ------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def only_builder(
         self, plan_id: str, build_id: str, seconds: float, give_up: Callable[[], bool] = lambda: False
-    ) -> Iterator[bool]:
+    ) -> contextlib.AbstractContextManager[bool]:
         """For the block, be the one process and thread of the host that builds a plan.
 
         Whoever gets in looks for the plan again first: the one before may have built it.
@@ -105,36 +101,13 @@ class WritableLayer(RecordingLayer):
             seconds: how long to wait for another builder.
             give_up: ends the wait when it answers True.
 
-        Yields:
-            Whether nobody else is in such a block for this plan. False after the wait, and where the file system has no
-            locks: the plan can be built all the same, since publishing it twice does no harm.
+        Returns:
+            What the block enters: it tells whether nobody else is in such a block for this plan. That is False after
+            the wait, and where the file system has no locks; the plan can be built all the same, since publishing it
+            twice does no harm.
         """
         path = self.root / "locks" / f"{plan_id[:32]}.{build_id[:16]}"
-        lock = filelock.FileLock(path, mode=_FILE_MODE)
-        alone = False
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                lock.acquire(timeout=0, poll_interval=_POLL_SECONDS)
-                alone = True
-            except filelock.Timeout:
-                if time.monotonic() < deadline and not give_up():
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                log.info("%s: another process has held it for %g seconds", path, seconds)
-            except (OSError, NotImplementedError) as error:
-                log.info("%s cannot be locked: %s", path, error)
-            break
-        try:
-            yield alone
-        finally:
-            if alone:
-                # Once the plan is there, whoever waits for the lock finds it, and nobody needs the file. Without the
-                # plan the file stays, for those who wait on it.
-                if os.path.exists(self.path_of(plan_id, build_id)):
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-                _release(lock)
+        return locks.only_builder(path, self.path_of(plan_id, build_id), seconds, give_up)
 
     # --- publish and evict --------------------------------------------------------------------------------------------
 
@@ -210,7 +183,8 @@ class WritableLayer(RecordingLayer):
         """
         if self._excess(self.entries(), limit_bytes) <= 0:
             return []
-        with self._errors("lock", self.root / "lock"), contextlib.nullcontext() if dry_run else self._lock():
+        lock = self.root / "lock"
+        with self._errors("lock", lock), contextlib.nullcontext() if dry_run else locks.only_writer(lock):
             removed = self._evict(limit_bytes, keep, dry_run)
         if not dry_run:
             self.index.record(evicted=[(entry.plan_id, entry.build_id) for entry in removed])
@@ -402,33 +376,12 @@ class WritableLayer(RecordingLayer):
         with contextlib.ExitStack() as stack:
             try:
                 with self._errors("lock", self.root / "lock"):
-                    stack.enter_context(self._lock())
+                    stack.enter_context(locks.only_writer(self.root / "lock"))
             except CacheError as error:
                 log.warning("%s", error)
                 yield False
                 return
             yield True
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        path = self.root / "lock"
-        lock = filelock.FileLock(path, timeout=LOCK_SECONDS, mode=_FILE_MODE)
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise CacheError(
-                f"the lock {path}",
-                f"another process has held it for {LOCK_SECONDS} seconds",
-                "end that process, or set DSA_PLAN_CACHE_DIR to another folder",
-            ) from None
-        except NotImplementedError:
-            # A file system without locks. Two evictors at once may then take more than they need to.
-            yield
-            return
-        try:
-            yield
-        finally:
-            _release(lock)
 
     @contextlib.contextmanager
     def _errors(self, action: str, path: Path) -> Iterator[None]:
@@ -447,14 +400,6 @@ class WritableLayer(RecordingLayer):
                 errno.EDQUOT: "free some of the quota or set DSA_PLAN_CACHE_DIR to another folder",
             }.get(error.errno or 0, remedy_of(error, "set DSA_PLAN_CACHE_DIR to a folder that can be written"))
             raise CacheError(f"cannot {action} {path}", f"{error.strerror or error}", remedy) from error
-
-
-def _release(lock: filelock.BaseFileLock) -> None:
-    """Release a lock; what was done under it stays done, whatever the file system says to that."""
-    try:
-        lock.release()
-    except OSError as error:
-        log.warning("%s: it cannot be released (%s)", lock.lock_file, error.strerror)
 
 
 def _remove(path: Path) -> bool:

@@ -4,8 +4,9 @@ import hashlib
 import io
 import os
 import shutil
+import subprocess
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,35 @@ def test_of_several_builds_the_chosen_one_is_used_whatever_the_compilers_version
     assert Layer(tmp_path / "chosen", Policy(refused_builds=("f" * 12,))).find(old.plan_id) == new
     (tmp_path / "chosen" / "layer.json").write_bytes(b"damaged")
     assert Layer(tmp_path / "chosen").find(old.plan_id) == new
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one small plan."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48k,mode=700", "none", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_export_to_a_full_file_system_leaves_nothing(full: Path, name: str) -> None:
+    with pytest.raises(CacheError, match="No space left on device; name a place that can be written"):
+        export_bundle([small_plan(1), small_plan(2, size=200_000)], full / name)
+    assert os.listdir(full) == []
+
+
+def test_an_import_into_a_full_file_system_keeps_what_is_there(full: Path, tmp_path: Path) -> None:
+    layer = WritableLayer(full / "layer", BIG)
+    layer.publish(small_plan(9))
+    export_bundle([small_plan(1, size=200_000)], tmp_path / "out")
+    with pytest.raises(CacheError, match="No space left on device; free some space"):
+        import_from(tmp_path / "out", layer)
+    assert layer.find(small_plan(9).plan_id) == small_plan(9)
+    assert os.listdir(layer.root / "tmp") == []
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plan_mutations import GOOD, mutate, resealed, try_all, with_old_digest
 from small_plans import elf_header, small_plan
 
@@ -32,6 +34,22 @@ def test_of_a_hundred_thousand_forged_files_none_crashes_a_reader() -> None:
     reasons = try_all(100_000, 3, lambda data, good: resealed(data), accept=True)
     assert reasons["accepted"] > 1000, "the mutations do not reach the manifest"
     assert len(reasons) > 50
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(GOOD), st.booleans())
+def test_the_smallest_file_that_is_accepted_or_crashes_a_reader(
+    chance: random.Random, good: bytes, forged: bool
+) -> None:
+    """As above, with hypothesis, which makes what it finds smaller."""
+    mutated = mutate(good, chance)
+    data = resealed(mutated) if forged else with_old_digest(mutated, good)
+    try:
+        plan = PlanFile.decode(data, "here")
+    except PlanFileError:
+        return
+    assert forged or data == good
+    assert plan.encode() == data
 
 
 def test_the_kept_files_are_refused_as_ever() -> None:

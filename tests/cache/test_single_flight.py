@@ -13,6 +13,7 @@ import pytest
 from small_plans import files, small_plan
 
 from dsa_planner import planner
+from dsa_planner.cache import locks
 from dsa_planner.cache.writable import WritableLayer
 from dsa_planner.compiler import Compiled
 from dsa_planner.settings import Settings
@@ -93,6 +94,15 @@ def test_a_wait_has_a_limit_and_the_plan_is_published_once(tmp_path: Path, holde
     assert layer.publish(PLAN).new is False, "the one that was waited for finds the plan there"
     assert (tmp_path / "locks").exists()
     assert os.listdir(tmp_path / "locks"), "the lock is the other one's"
+
+
+def test_a_long_wait_is_told_once(
+    tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(locks, "PATIENCE", 0.1)
+    with WritableLayer(tmp_path, BIG).only_builder(*IDS, seconds=0.5):
+        pass
+    assert caplog.text.count("another process builds what this one needs; waiting for it up to 0.5 seconds") == 1
 
 
 def test_a_wait_ends_when_it_is_called_off(tmp_path: Path, holder: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from small_plans import files, set_age, small_plan
 
-from dsa_planner.cache import writable
+from dsa_planner.cache import locks, writable
 from dsa_planner.cache.layer import Layer, Policy
 from dsa_planner.cache.writable import WritableLayer
 from dsa_planner.errors import CacheError
@@ -174,7 +174,7 @@ def hold_lock(path: Path) -> subprocess.Popen[str]:
 def test_a_lock_that_is_never_released_costs_the_eviction_and_not_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writable, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(locks, "WRITER_SECONDS", 0.2)
     layer = WritableLayer(tmp_path, len(small_plan().encode()))
     layer.publish(small_plan(1))
     holder = hold_lock(tmp_path / "lock")
