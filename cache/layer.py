@@ -183,9 +183,7 @@ class Layer:
         for plan_id in filter(is_id, sorted(self._names(base))):
             folder = f"{base}/{plan_id}"
             for build_id in sorted(_build_ids(self._names(folder))):
-                path = (
-                    f"{folder}/{build_id}{SUFFIX}"  # text, because a path object for each step takes most of the time
-                )
+                path = f"{folder}/{build_id}{SUFFIX}"  # text: path objects take most of the time
                 with suppress(OSError):  # evicted since it was listed
                     found = os.lstat(path) if os.path.islink(path) and not os.path.exists(path) else os.stat(path)
                     yield Entry(plan_id, build_id, Path(path), found.st_size, found.st_mtime_ns)

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 import stat
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from dsa_planner.cache import locks
 from dsa_planner.cache.index import Index
-from dsa_planner.cache.layer import ANYONES, PLANS, Entry, Policy, RecordingLayer, read_bounded
+from dsa_planner.cache.layer import ANYONES, PLANS, Entry, Policy, RecordingLayer, is_id, read_bounded
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import CacheError, PlanFileError, remedy_of
 
@@ -41,6 +42,14 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 _FOLDER_MODE = 0o775  # never for everybody to write, whatever the umask
 _FILE_MODE = 0o664
 _REASON = ".reason"
+_OURS = {  # by folder, the names of the files that are removed there: a layer may be made in a folder that has others
+    "tmp": re.compile(r"(?:[0-9a-f]{16}|CACHEDIR\.TAG|probe)\.\d+\.[0-9a-f]{16}"),
+    PLANS: re.compile(r"probe\.\d+\.[0-9a-f]{16}"),
+    "locks": re.compile(r"[0-9a-f]{32}\.[0-9a-f]{16}"),
+    "quarantine": re.compile(
+        rf"(?:[0-9a-f]{{64}}|{PLANS})\.[0-9a-f]{{64}}(?:\.dsaplan)?\.[0-9a-f]{{8}}(?:{re.escape(_REASON)})?"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -226,7 +235,7 @@ class WritableLayer(RecordingLayer):
         if not dry_run:
             leftovers = [leftover for leftover in leftovers if _unlink(leftover.path)]
             with contextlib.suppress(OSError):
-                for name in os.listdir(self.root / PLANS):
+                for name in filter(is_id, os.listdir(self.root / PLANS)):
                     with contextlib.suppress(OSError):  # what a killed writer left empty
                         (self.root / PLANS / name).rmdir()
         return Pruned(tuple(evicted), tuple(leftovers))
@@ -236,7 +245,7 @@ class WritableLayer(RecordingLayer):
         now = time.time()
         found = [
             Leftover(path, size, "a killed writer")
-            for used, path, size in self._by_age("tmp")
+            for used, path, size in (*self._by_age("tmp"), *self._by_age(PLANS))
             if now - used > TEMPORARY_SECONDS
         ]
         found += [
@@ -265,10 +274,10 @@ class WritableLayer(RecordingLayer):
         return found
 
     def _by_age(self, folder: str) -> list[tuple[float, Path, int]]:
-        """The files of one of the layer's own folders, oldest first: when they were last changed, where, and bytes."""
+        """What this class left in one of its folders, oldest first: when it was last changed, where, and its bytes."""
         found = []
         with contextlib.suppress(OSError):
-            for name in os.listdir(self.root / folder):
+            for name in filter(_OURS[folder].fullmatch, os.listdir(self.root / folder)):
                 with contextlib.suppress(OSError):
                     state = (self.root / folder / name).lstat()
                     if not stat.S_ISDIR(state.st_mode):

@@ -269,15 +269,17 @@ def test_prepare_finds_out_what_cannot_be_written_and_tidies(tmp_path: Path, mon
     layer = WritableLayer(tmp_path, BIG)
     layer.publish(small_plan())
     (tmp_path / "quarantine").mkdir()
-    for number in range(30):
-        (tmp_path / "quarantine" / str(number)).touch()
-        os.utime(tmp_path / "quarantine" / str(number), (number, number))
-    for name, age in (("old", 7200), ("new", 60)):
+    names = [f"{number:064x}.{'b' * 64}.dsaplan.{number:08x}" for number in range(30)]
+    for number, name in enumerate(names):
+        (tmp_path / "quarantine" / name).touch()
+        os.utime(tmp_path / "quarantine" / name, (number, number))
+    old, new = "0123456789abcdef.77.0123456789abcdef", "0123456789abcdef.78.0123456789abcdef"
+    for name, age in ((old, 7200), (new, 60)):
         (tmp_path / "tmp" / name).touch()
         set_age(tmp_path / "tmp" / name, age)
     layer.prepare()
-    assert os.listdir(tmp_path / "tmp") == ["new"]
-    assert sorted(map(int, os.listdir(tmp_path / "quarantine"))) == list(range(14, 30))
+    assert os.listdir(tmp_path / "tmp") == [new]
+    assert sorted(os.listdir(tmp_path / "quarantine")) == names[14:]
     assert present(layer) == {0}
     touch = Path.touch
     for folder in ("tmp", "plans-v1"):
@@ -290,6 +292,26 @@ def test_prepare_finds_out_what_cannot_be_written_and_tidies(tmp_path: Path, mon
         monkeypatch.setattr(Path, "touch", refuse)
         with pytest.raises(CacheError, match="Permission denied"):
             layer.prepare()
+
+
+def test_files_of_others_are_left_alone_in_a_folder_that_was_there(tmp_path: Path) -> None:
+    """As when DSA_PLAN_CACHE_DIR names a home folder or a project."""
+    names = [
+        f"{folder}/{name}" for folder in ("tmp", "locks", "quarantine", "plans-v1") for name in ("precious", "x.1.2")
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("precious")
+        set_age(tmp_path / name, 10**7)
+    (tmp_path / "plans-v1" / "empty").mkdir()
+    layer = WritableLayer(tmp_path, BIG)
+    layer.publish(small_plan())
+    layer.prepare()
+    done = layer.prune(0, quarantined=0)
+    assert [entry.path for entry in done.evicted] == paths(layer, 0)
+    assert done.leftovers == ()
+    assert all((tmp_path / name).read_text() == "precious" for name in names)
+    assert (tmp_path / "plans-v1" / "empty").is_dir()
 
 
 def test_the_plan_just_published_is_not_evicted_for_itself(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from small_plans import files, set_age
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.writable import WritableLayer
 
+KILLED = "0123456789abcdef.77.0123456789abcdef"  # the name of a temporary file
+
 
 @pytest.fixture
 def command(tmp_path: Path) -> Command:
@@ -143,13 +145,13 @@ def test_an_unsigned_bundle_is_a_fault_where_keys_are_given(filled: Command) -> 
 
 def test_prune_says_first_and_then_does(filled: Command, compiled: PlanFile) -> None:
     size = len(compiled.encode())
-    (filled.layer / "tmp" / "killed").write_bytes(b"12345")
-    set_age(filled.layer / "tmp" / "killed", 7200)
+    (filled.layer / "tmp" / KILLED).write_bytes(b"12345")
+    set_age(filled.layer / "tmp" / KILLED, 7200)
     before = files(filled.layer)
     out = filled("prune", "--bytes", "0", "--dry-run")
     assert f"{size + 5} bytes would be freed; 0 plans of 0 bytes in {filled.layer}" in out.stdout
     assert "least recently used" in out.stdout
-    assert "tmp/killed" in out.stdout
+    assert f"tmp/{KILLED}" in out.stdout
     assert files(filled.layer) == before
     answer = json.loads(filled("prune", "--bytes", "0", "--dry-run", "--json").stdout)
     assert (answer["freed_bytes"], answer["left"]) == (size + 5, {"plans": 0, "bytes": 0})
