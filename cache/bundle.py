@@ -18,13 +18,14 @@ import shutil
 import stat
 import tarfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsa_planner.cache.layer import PLANS, is_id, read_bounded
+from dsa_planner.cache.disk import read_bounded, sync_folders, write_synced
+from dsa_planner.cache.layer import PLANS, is_id
 from dsa_planner.cache.listing import LISTING, SIGNATURE, Listing, key_id, sign, signer
 from dsa_planner.cache.planfile import MAX_BYTES, SUFFIX, PlanFile
 from dsa_planner.cache.writable import TEMPORARY_SECONDS, WritableLayer
@@ -97,13 +98,13 @@ def _write_folder(files: Mapping[str, bytes], target: Path) -> None:
         for name, data in files.items():
             path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_synced(path, data)
+            _write(path, lambda file, data=data: file.write(data))  # type: ignore[misc]
         for folder, _, _ in os.walk(temporary, topdown=False):
             os.chmod(folder, _FOLDER_MODE)
             os.utime(folder, (_TIME, _TIME))
-            _sync_folder(folder)
+            sync_folders(folder)
         os.rename(temporary, target)  # an empty folder gives way
-        _sync_folder(target.parent)
+        sync_folders(target.parent)
 
 
 def _write_tar(files: Mapping[str, bytes], target: Path) -> None:
@@ -111,20 +112,22 @@ def _write_tar(files: Mapping[str, bytes], target: Path) -> None:
     if target.exists() and not target.is_file():
         raise UnsupportedError(f"export to {target}", "it is there and not a regular file", "name a new file")
     folders = {str(parent) for name in files for parent in Path(name).parents if str(parent) != "."}
+
+    def write(file: BufferedWriter) -> None:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+            for name in sorted({*folders, *files}):
+                member = tarfile.TarInfo(name)
+                member.mtime, member.mode = _TIME, _FILE_MODE
+                if name in folders:
+                    member.type, member.mode = tarfile.DIRTYPE, _FOLDER_MODE
+                else:
+                    member.size = len(files[name])
+                archive.addfile(member, io.BytesIO(files.get(name, b"")))
+
     with _beside(target) as temporary:
-        with temporary.open("xb") as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-                for name in sorted({*folders, *files}):
-                    member = tarfile.TarInfo(name)
-                    member.mtime, member.mode = _TIME, _FILE_MODE
-                    if name in folders:
-                        member.type, member.mode = tarfile.DIRTYPE, _FOLDER_MODE
-                    else:
-                        member.size = len(files[name])
-                    archive.addfile(member, io.BytesIO(files.get(name, b"")))
-            _finish(file)
+        _write(temporary, write)
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        sync_folders(target.parent)
 
 
 @contextlib.contextmanager
@@ -154,27 +157,9 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        _finish(file)
-
-
-def _finish(file: BufferedWriter) -> None:
-    """Give a written file its mode and time, and have it on the disk."""
-    file.flush()
-    os.fchmod(file.fileno(), _FILE_MODE)
-    os.utime(file.fileno(), (_TIME, _TIME))
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path | str) -> None:
-    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _write(path: Path, write: Callable[[BufferedWriter], object]) -> None:
+    write_synced(path, write, _FILE_MODE, _TIME)
+    os.chmod(path, _FILE_MODE)  # whatever the umask
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

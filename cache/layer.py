@@ -10,7 +10,6 @@ that a bad layer costs a miss and not a job. Standard library only, but for the 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -21,8 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsa_planner.cache.disk import ANYONES, read_bounded
 from dsa_planner.cache.listing import LISTING, SIGNATURE, Listing, signer
-from dsa_planner.cache.planfile import MAX_BYTES, SUFFIX, PlanFile
+from dsa_planner.cache.planfile import SUFFIX, PlanFile
 from dsa_planner.errors import DsaPlannerError, PlanFileError
 
 __all__ = ["Entry", "Layer", "Policy", "RecordingLayer", "version_key"]
@@ -31,7 +31,6 @@ PLANS = "plans-v1"
 log = logging.getLogger("dsa_planner.cache")
 _HEX = frozenset(string.digits + "abcdef")
 _LONGEST_NUMBER = 9
-ANYONES = "everybody may write it, and DSA_PLAN_PERMISSIONS is strict"
 
 
 @dataclass(frozen=True)
@@ -297,38 +296,6 @@ class RecordingLayer(Layer):
         except OSError:
             with suppress(OSError):
                 os.utime(path)  # somebody else's file, which we may write
-
-
-def read_bounded(path: Path, anyone_may_write: bool = True) -> bytes:
-    """The content of a regular file of at most MAX_BYTES.
-
-    O_NONBLOCK keeps a FIFO of that name from blocking the open for ever.
-
-    Raises:
-        OSError: it cannot be read.
-        PlanFileError: it is something else than a regular file, too large, or everybody may write it.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        found = os.fstat(descriptor)
-        rule = None
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            rule = "it is not a regular file"
-        elif found.st_size > MAX_BYTES:
-            rule = f"it has {found.st_size} bytes, more than {MAX_BYTES}"
-        elif found.st_mode & stat.S_IWOTH and not anyone_may_write:
-            rule = ANYONES
-        if rule is not None:
-            raise PlanFileError(f"plan file {path}", rule, "remove it")
-        # In one piece, mostly: a longer read would first make room for all of it, and a copy costs as much as the read.
-        data = os.read(descriptor, found.st_size + 1)
-        while len(data) < found.st_size and (more := os.read(descriptor, found.st_size - len(data))):
-            data += more
-        return data
-    finally:
-        os.close(descriptor)
 
 
 def version_key(version: str) -> tuple[int, ...]:

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsa_planner.cache import locks
+from dsa_planner.cache.disk import ANYONES, read_bounded, sync_folders, write_synced
 from dsa_planner.cache.index import Index
-from dsa_planner.cache.layer import ANYONES, PLANS, Entry, Policy, RecordingLayer, is_id, read_bounded
+from dsa_planner.cache.layer import PLANS, Entry, Policy, RecordingLayer, is_id
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.errors import CacheError, PlanFileError, remedy_of
 
@@ -140,12 +141,12 @@ class WritableLayer(RecordingLayer):
             self._create()
             self._require_room(plan, len(data), [path for path in keep if path != target])
             with self._temporary(plan.plan_id[:16]) as temporary:
-                used_ns = _write_synced(temporary, data)
+                used_ns = _write(temporary, data)
                 with self._lock_if_possible() as locked:
                     new = self._place(temporary, target)
                     if locked:
                         evicted = self._evict(self.limit_bytes, {*keep, target}, dry_run=False)
-        _sync_folders(target.parent, target.parent.parent)
+        sync_folders(target.parent, target.parent.parent)
         entry = Entry(plan.plan_id, plan.build_id, target, len(data), used_ns)
         gone = [(each.plan_id, each.build_id) for each in evicted]
         self.index.record(published=(plan.plan_id, plan.build_id, seconds, len(data)) if new else None, evicted=gone)
@@ -348,7 +349,7 @@ class WritableLayer(RecordingLayer):
             if read_bounded(tag).startswith(_TAG_SIGNATURE):
                 return
         with contextlib.suppress(OSError), self._temporary(tag.name) as temporary:
-            _write_synced(temporary, _CACHEDIR_TAG)
+            _write(temporary, _CACHEDIR_TAG)
             os.replace(temporary, tag)
 
     @contextlib.contextmanager
@@ -370,7 +371,7 @@ class WritableLayer(RecordingLayer):
             quarantine.mkdir(mode=_FOLDER_MODE, exist_ok=True)
             os.replace(path, target)
             with contextlib.suppress(OSError):
-                _write_synced(target.with_name(target.name + _REASON), f"{reason}\n".encode())
+                _write(target.with_name(target.name + _REASON), f"{reason}\n".encode())
             self.index.record(quarantined=1)
 
     def _require_ours_or_leave(self) -> None:
@@ -432,24 +433,8 @@ def _unlink(path: Path) -> bool:
     return True
 
 
-def _write_synced(path: Path, data: bytes) -> int:
-    """Write a new file and sync it; its modification time, in ns."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        now = time.time_ns()
-        os.utime(descriptor, ns=(now, now))  # finer than the kernel's own clock for files
-        # Without this, a crash soon after the file got its name can leave it empty.
-        os.fsync(descriptor)
-        return now
-
-
-def _sync_folders(*folders: Path) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+def _write(path: Path, data: bytes) -> int:
+    """Write a new file; its modification time, which is finer than the kernel's own clock for files."""
+    now = time.time_ns()
+    write_synced(path, lambda file: file.write(data), _FILE_MODE, now)
+    return now

@@ -117,10 +117,10 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch:
         export_bundle(PLANS[:1], target)
     before = target.read_bytes() if target.exists() else None
 
-    def full(file: object) -> None:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(bundle, "_finish", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CacheError, match=f"cannot export to {target}: No space left on device; name a place"):
         export_bundle(PLANS, target)
     assert (target.read_bytes() if target.exists() else None) == before

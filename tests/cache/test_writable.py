@@ -70,7 +70,7 @@ def test_a_tag_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         path.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writable, "_write_synced", full)
+    monkeypatch.setattr(writable, "_write", full)
     layer.prepare()
     assert not tag.exists()
     assert os.listdir(tmp_path / "tmp") == []
@@ -335,7 +335,7 @@ def test_a_failing_file_system_is_named_and_leaves_nothing_half_written(
         raise OSError(number, os.strerror(number))
 
     if step == "write":
-        monkeypatch.setattr("dsa_planner.cache.writable._write_synced", fail)
+        monkeypatch.setattr("dsa_planner.cache.writable._write", fail)
     else:
         monkeypatch.setattr(os, step, fail)
     with pytest.raises(CacheError) as error:
@@ -441,7 +441,7 @@ def test_a_limit_that_is_met_is_what_the_remedy_names(
     def fail(*arguments: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(writable, "_write_synced", fail)
+    monkeypatch.setattr(writable, "_write", fail)
     with pytest.raises(CacheError) as error:
         WritableLayer(tmp_path, BIG).publish(small_plan())
     assert str(error.value).endswith(f": {os.strerror(number)}; {remedy}")
