@@ -18,7 +18,7 @@ __all__ = ["ANYONES", "read_bounded", "sync_folders", "write_synced"]
 ANYONES = "everybody may write it, and DSA_PLAN_PERMISSIONS is strict"
 
 
-def read_bounded(path: Path, anyone_may_write: bool = True) -> bytes:
+def read_bounded(path: Path | str, anyone_may_write: bool = True) -> bytes:
     """The content of a regular file of at most MAX_BYTES.
 
     O_NONBLOCK keeps a FIFO of that name from blocking the open for ever.

@@ -99,6 +99,7 @@ class Layer:
 
     def __init__(self, root: Path, policy: Policy = Policy()) -> None:
         self.root = root
+        self._base = os.path.join(root, PLANS)
         self.policy = policy
         self.damaged: dict[Path, str] = {}
         """Files and folders that could not be used, and why."""
@@ -113,9 +114,13 @@ class Layer:
 
     def path_of(self, plan_id: str, build_id: str) -> Path:
         """Where a build of a plan lies, or would lie."""
+        return Path(self._file(plan_id, build_id))
+
+    def _file(self, plan_id: str, build_id: str) -> str:
+        """``path_of`` as text: to put a path object together takes a reader longer than to open the file."""
         if not is_id(plan_id) or not is_id(build_id):
             raise ValueError(f"plan and build ids are 64 hexadecimal digits, not {plan_id!r} and {build_id!r}")
-        return self.root / PLANS / plan_id / (build_id + SUFFIX)
+        return f"{self._base}/{plan_id}/{build_id}{SUFFIX}"
 
     def builds(self, plan_id: str) -> list[str]:
         """The build ids that the layer holds of a plan, in no particular order."""
@@ -127,38 +132,41 @@ class Layer:
 
     def read(self, plan_id: str, build_id: str, record_use: bool = True) -> PlanFile | None:
         """A build of a plan, checked against both of its names, or None."""
-        path = self.path_of(plan_id, build_id)
+        place = self._file(plan_id, build_id)
         admission = self.admission()
         if admission.refusal is not None:
             return None
         if self.policy.refuses(build_id):
-            if os.path.lexists(path):
-                self.refused[path] = "DSA_PLAN_REFUSED_BUILDS refuses its build"
+            if os.path.lexists(place):
+                self.refused[Path(place)] = "DSA_PLAN_REFUSED_BUILDS refuses its build"
             return None
         try:
-            self._require_private(path.parent)
-            data = read_bounded(path, self.policy.anyone_may_write)
+            self._require_private(f"{self._base}/{plan_id}")
+            data = read_bounded(place, self.policy.anyone_may_write)
             expected = None
             if admission.signed is not None:
                 expected = admission.signed.plans.get(f"{plan_id}/{build_id}", "")
-            plan = PlanFile.decode(data, str(path), plan_id, expected)
+            plan = PlanFile.decode(data, place, plan_id, expected)
             if plan.build_id != build_id:
-                raise PlanFileError(f"plan file {path}", f"it holds build {plan.build_id}", "remove or rename it")
-        except (FileNotFoundError, NotADirectoryError):
+                raise PlanFileError(f"plan file {place}", f"it holds build {plan.build_id}", "remove or rename it")
+        except (OSError, PlanFileError) as error:
+            self._failed(Path(place), error)
+            return None
+        if record_use:
+            self._used(place)
+        return plan
+
+    def _failed(self, path: Path, error: OSError | PlanFileError) -> None:
+        """A plan file that is not there, or not good: note what there is to note."""
+        if isinstance(error, PlanFileError):
+            self._note(path, error.rule)
+            self._set_aside(path, error.rule)
+        elif isinstance(error, (FileNotFoundError, NotADirectoryError)):
             if os.path.islink(path):
                 self._note(path, "it is a link that leads nowhere")
             self._missed(path.parent)
-            return None
-        except OSError as error:
+        else:
             self._note(path, f"it cannot be read ({error.strerror})")
-            return None
-        except PlanFileError as error:
-            self._note(path, error.rule)
-            self._set_aside(path, error.rule)
-            return None
-        if record_use:
-            self._used(path)
-        return plan
 
     def find(self, plan_id: str) -> PlanFile | None:
         """The layer's build of a plan: that which its list chooses, else the best, of the newest compiler."""
@@ -171,18 +179,17 @@ class Layer:
         plans = [plan for build_id in builds if (plan := self.read(plan_id, build_id, False)) is not None]
         best = max(plans, key=_newest, default=None)
         if best is not None:
-            self._used(self.path_of(plan_id, best.build_id))
+            self._used(self._file(plan_id, best.build_id))
         return best
 
     def entries(self) -> Iterator[Entry]:
         """All plan files of the layer, unread, ordered by id."""
         if self.admission().refusal is not None:
             return
-        base = str(self.root / PLANS)
-        for plan_id in filter(is_id, sorted(self._names(base))):
-            folder = f"{base}/{plan_id}"
+        for plan_id in filter(is_id, sorted(self._names(self._base))):
+            folder = f"{self._base}/{plan_id}"
             for build_id in sorted(_build_ids(self._names(folder))):
-                path = f"{folder}/{build_id}{SUFFIX}"  # text: path objects take most of the time
+                path = f"{folder}/{build_id}{SUFFIX}"
                 with suppress(OSError):  # evicted since it was listed
                     found = os.lstat(path) if os.path.islink(path) and not os.path.exists(path) else os.stat(path)
                     yield Entry(plan_id, build_id, Path(path), found.st_size, found.st_mtime_ns)
@@ -192,11 +199,11 @@ class Layer:
         if self._admission is None:
             admission = _Admission()
             try:
-                for folder in (self.root, self.root / PLANS):
+                for folder in (str(self.root), self._base):
                     self._require_private(folder)
             except PlanFileError as error:
                 admission.refusal = error.rule
-                self._note(folder, error.rule)
+                self._note(Path(folder), error.rule)
             except OSError:
                 return admission  # whoever misses says so; and the next request looks again
             if admission.refusal is None and self.policy.trusted_keys:
@@ -231,8 +238,8 @@ class Layer:
                 listing = Listing.decode(data, str(self.root / LISTING))
         return "" if listing is None else str(listing.chosen.get(plan_id, ""))
 
-    def _require_private(self, folder: Path) -> None:
-        if not self.policy.anyone_may_write and folder.stat().st_mode & stat.S_IWOTH:
+    def _require_private(self, folder: str) -> None:
+        if not self.policy.anyone_may_write and os.stat(folder).st_mode & stat.S_IWOTH:
             raise PlanFileError(f"folder {folder}", ANYONES, "take that permission away")
 
     def _names(self, folder: Path | str) -> list[str]:
@@ -277,7 +284,7 @@ class Layer:
         self.damaged[path] = reason
         self.counts.skipped += 1
 
-    def _used(self, path: Path) -> None:
+    def _used(self, path: str) -> None:
         """Called after a hit; a read-only layer keeps no record of use."""
 
     def _set_aside(self, path: Path, reason: str) -> None:
@@ -289,7 +296,7 @@ class RecordingLayer(Layer):
 
     writable = True
 
-    def _used(self, path: Path) -> None:
+    def _used(self, path: str) -> None:
         now = time.time_ns()
         try:
             os.utime(path, ns=(now, now))  # finer than the kernel's own clock for files
