@@ -245,7 +245,8 @@ def open_bundle(place: Path) -> Iterator[Bundle]:
             if stat.S_ISDIR(place.stat().st_mode):
                 bundle = _open_folder(place)
             else:
-                archive = stack.enter_context(tarfile.open(place, "r:"))
+                archive = tarfile.open(place, "r:")  # noqa: SIM115 - closed below
+                stack.callback(_close, archive)
                 bundle = _open_tar(archive, place)
         except tarfile.TarError as error:
             raise PlanFileError(asked, f"it is no folder and no tar file ({error})", "name a bundle") from None
@@ -254,6 +255,11 @@ def open_bundle(place: Path) -> Iterator[Bundle]:
         except OSError as error:
             raise UnsupportedError(asked, f"it cannot be read ({error.strerror or error})", "mend that") from None
         yield bundle
+
+
+def _close(archive: tarfile.TarFile) -> None:
+    with contextlib.suppress(OSError):  # everything has been read by then
+        archive.close()
 
 
 def _open_tar(archive: tarfile.TarFile, place: Path) -> Bundle:
