@@ -26,16 +26,21 @@ class Command:
         }
 
     def __call__(self, *arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        out = subprocess.run(
+        out = self.run(*arguments, **environment)
+        assert out.returncode == code, (out.returncode, out.stdout, out.stderr)
+        assert "Traceback" not in out.stderr
+        return out
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command, whatever its exit code."""
+        return subprocess.run(
             [sys.executable, "-m", "dsa_planner.cli.main", *arguments],
             env={**self.environment, **environment},
             cwd=self.home,
             capture_output=True,
             text=True,
+            timeout=600,
         )
-        assert out.returncode == code, (out.returncode, out.stdout, out.stderr)
-        assert "Traceback" not in out.stderr
-        return out
 
     def python(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs a script as a job would, with the command's settings."""
