@@ -29,14 +29,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from small_plans import set_age, small_plan
 
 from dsa_planner.cache import bundle, writable
-from dsa_planner.cache.layer import Layer
+from dsa_planner.cache.layer import Entry, Layer
 from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.cache.writable import WritableLayer
 from dsa_planner.errors import DsaPlannerError
@@ -127,7 +127,7 @@ def kills(folder: Path, rounds: int, seed: int) -> str:
     root, source = folder / "layer", folder / "source.tar"
     bundle.export_bundle([plan(n) for n in range(PLANS)], source)
     chance = random.Random(seed)
-    most_left = 0
+    most_left = exports = 0
     for number in range(rounds):
         child = os.fork()
         if child == 0:
@@ -138,10 +138,11 @@ def kills(folder: Path, rounds: int, seed: int) -> str:
         require(os.WIFSIGNALED(status), f"the process ended by itself ({status})")
         if root.exists():
             served(root)
-        for target in (folder / "out", folder / "out.tar"):
-            if target.exists():
-                with bundle.open_bundle(target) as opened:
-                    require(not bundle.verify_bundle(opened).problems, f"{target} is half written")
+        for target in folder.glob("out*"):
+            with bundle.open_bundle(target) as opened:
+                require(not bundle.verify_bundle(opened).problems, f"{target} is half written")
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+            exports += 1
         most_left = max(most_left, len(leftovers(folder)))
     require(most_left <= 2 * rounds, f"{most_left} files were left by {rounds} kills")
     left = leftovers(folder)
@@ -153,12 +154,15 @@ def kills(folder: Path, rounds: int, seed: int) -> str:
     require(not staying, f"what killed processes left does not go with age: {staying}")
     layer.publish(plan(0))
     require(0 in served(root), "the layer cannot be used any more")
-    return f"{rounds} kills: nothing torn or wrong; {len(left)} files left, all gone once old"
+    unfinished = len(list(folder.glob(".out*.tmp")))  # these go with the next export to their target
+    return (
+        f"{rounds} kills, {exports} exports: nothing torn or wrong; {len(left)} files left, all gone once old, "
+        f"and {unfinished} unfinished exports"
+    )
 
 
 def leftovers(folder: Path) -> list[Path]:
-    found = [path for name in ("tmp", "locks") for path in (folder / "layer" / name).glob("*")]
-    return [*found, *folder.glob(".out*.tmp")]
+    return [path for name in ("tmp", "locks") for path in (folder / "layer" / name).glob("*")]
 
 
 def work_until_killed(root: Path, source: Path, folder: Path, seed: int) -> NoReturn:
@@ -179,10 +183,8 @@ def work_until_killed(root: Path, source: Path, folder: Path, seed: int) -> NoRe
                 with bundle.open_bundle(source) as opened:
                     bundle.import_bundle(opened, WritableLayer(root, BIG))
             else:
-                name = "out" if action == 4 else "out.tar"
-                if name == "out":
-                    shutil.rmtree(folder / name, ignore_errors=True) if chance.random() < 0.1 else None
-                bundle.export_bundle([plan(chance.randrange(PLANS)) for _ in range(3)], folder / name)
+                name = f"out{chance.randrange(1 << 30)}" + ("" if action == 4 else ".tar")
+                bundle.export_bundle([plan(n) for n in range(PLANS)], folder / name)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -382,9 +384,17 @@ def mixed(folder: Path, processes: int, seconds: float) -> str:
     )
 
 
+class SlowLayer(WritableLayer):
+    """One that takes a moment between a plan's name and the eviction, so that a missing lock shows."""
+
+    def _evict(self, limit_bytes: int, keep: Collection[Path], dry_run: bool) -> list[Entry]:
+        time.sleep(0.002)
+        return super()._evict(limit_bytes, keep, dry_run)
+
+
 def use(root: Path, limit: int, seed: int, seconds: float) -> None:
     chance = random.Random(seed)
-    layer = WritableLayer(root, limit)
+    layer = SlowLayer(root, limit)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         number = chance.randrange(PLANS)
