@@ -338,7 +338,11 @@ def _programs(plan: PlanFile, ptx: Path | None = None) -> dict[str, Program]:
     if ptx is not None:
         asked, remedy = f"--ptx {ptx}", "mend the PTX there"
     if "ptx" not in plan.sections:
-        raise UnsupportedError(asked, "its file has no PTX to execute", "build it again with dsa-plan precompile")
+        raise UnsupportedError(
+            asked,
+            "its file has no PTX to execute",
+            "export it with its PTX, or build it into another DSA_PLAN_CACHE_DIR",
+        )
     try:
         programs = _decoded(plan.sections["ptx"])
         return _launched(plan, programs)
