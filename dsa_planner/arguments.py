@@ -284,8 +284,7 @@ def placement_ok(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether memory is there, aligned and without overlap. A no may be wrong: then look closer."""
     starts, ends = sorted(addresses), sorted(map(add, addresses, sizes))
     return (
-        # A launch without workspace has 0 for it.
-        (starts[0] > 0 or (starts[1] > 0 and addresses[-1] == sizes[-1] == 0))
+        starts[0] > 0
         and not reduce(or_, addresses) % ALIGNMENT
         # What does not overlap ends in the order in which it starts, each before the next one starts.
         and all(map(le, ends, starts[1:]))
@@ -298,7 +297,7 @@ def explain_placement(
     """Find what is wrong with memory that ``placement_ok`` refused, if anything is.
 
     Args:
-        names: of the launch's tensors.
+        names: of the launch's tensors and buffers.
         addresses: of their first bytes.
         sizes: in bytes; an empty tensor overlaps nothing.
         written: the names of those that the launch writes.

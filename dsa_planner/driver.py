@@ -1,10 +1,14 @@
 """The CUDA driver as the runtime uses it: devices, and calls that raise.
 
 Importing this module imports cuda.bindings and touches no driver. Only driver functions of CUDA 12.4 or older are used.
+
+CUDA does not survive a fork. In a child that was forked after the driver was started, everything here is refused,
+before a lock is waited for that another thread of the parent may have held.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +19,25 @@ from cuda.bindings import driver as cu
 
 from dsa_planner.errors import DeviceMismatchError, DriverError
 
-__all__ = ["Device", "call", "cu", "device", "invoke", "name_of_failure", "start"]
+__all__ = [
+    "Device",
+    "call",
+    "cu",
+    "device",
+    "invoke",
+    "name_of_failure",
+    "open_devices",
+    "refuse_fork",
+    "relaxed_capture",
+    "start",
+]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NO_DRIVER = "install the NVIDIA driver, or run this on a machine with a GPU"
 _devices: dict[int, Device] = {}
 _lock = threading.Lock()
+_started_by = 0
+"""The process that started the driver; 0 for none."""
 
 
 def call(what: str, result: tuple[Any, ...]) -> Any:
@@ -92,6 +109,7 @@ def device(ordinal: int) -> Device:
         DriverError: there is no driver, or it refuses.
         DeviceMismatchError: there is no such device.
     """
+    refuse_fork()
     found = _devices.get(ordinal)
     if found is None:
         with _lock:
@@ -101,19 +119,60 @@ def device(ordinal: int) -> Device:
     return found
 
 
+def open_devices() -> list[Device]:
+    """The devices that this process has used so far, by ordinal."""
+    return [found for _, found in sorted(_devices.items())]
+
+
+def refuse_fork() -> None:
+    """Refuse to go on in a process that was forked after the driver was started.
+
+    Raises:
+        DriverError: it was.
+    """
+    if _started_by and _started_by != os.getpid():
+        raise _forked(f"process {_started_by} started CUDA and then forked this one")
+
+
+def _forked(how: str) -> DriverError:
+    return DriverError(
+        f"CUDA in process {os.getpid()}",
+        f"{how}, and CUDA does not survive a fork",
+        'start workers with the method "spawn" or "forkserver" of multiprocessing, or fork before CUDA is first used',
+    )
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Within it, calls that a capture under way forbids to its thread, or to all threads, are allowed: loading and
+    allocating, which touch no captured stream. Without it they would end the capture.
+    """
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("allowing calls beside a capture", cu.cuThreadExchangeStreamCaptureMode(mode))
+    try:
+        yield
+    finally:
+        cu.cuThreadExchangeStreamCaptureMode(before)
+
+
 def start() -> None:
     """Start the driver. It opens no device.
 
     Raises:
-        DriverError: there is no driver or no GPU, or it refuses.
+        DriverError: there is no driver or no GPU, it refuses, or the process was forked after it was started.
     """
+    global _started_by
+    refuse_fork()
     try:
         status = cu.cuInit(0)
     except RuntimeError as error:  # cuda.bindings could not load libcuda
         raise DriverError("starting CUDA", "there is no NVIDIA driver on this machine", _NO_DRIVER) from error
     if status[0] in (cu.CUresult.CUDA_ERROR_NO_DEVICE, cu.CUresult.CUDA_ERROR_STUB_LIBRARY):
         raise DriverError("starting CUDA", f"there is no GPU ({name_of_failure(status[0])})", _NO_DRIVER)
+    if status[0] == cu.CUresult.CUDA_ERROR_NOT_INITIALIZED:  # the parent did not start it through this module
+        raise _forked("the process that forked this one had started CUDA")
     call("starting CUDA", status)
+    _started_by = os.getpid()
 
 
 def _open(ordinal: int) -> Device:

@@ -90,3 +90,26 @@ class PackageMissingError(DsaPlannerError, RuntimeError):
 
 class DriverError(DsaPlannerError, RuntimeError):
     """The CUDA driver is missing, too old, or refused a call."""
+
+
+class CaptureError(DsaPlannerError, RuntimeError):
+    """A call under stream capture that a replay could not repeat: it would load, or use memory that the graph lacks."""
+
+
+class AuditError(DsaPlannerError, RuntimeError):
+    """Two launches that may run at the same time and write the same memory."""
+
+
+class RequirementError(DsaPlannerError, RuntimeError):
+    """Plans that were required and are not all there, intact, loadable, and the same on every rank.
+
+    Attributes:
+        problems: one line for each.
+    """
+
+    def __init__(self, asked: str, problems: tuple[str, ...], remedy: str) -> None:
+        super().__init__(asked, "; ".join(problems), remedy)
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...], str]]:
+        return type(self), (self.asked, self.problems, self.remedy)

@@ -12,19 +12,17 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsa_planner.arguments import Tensors, explain_placement, placement_ok
 from dsa_planner.driver import call, cu
 from dsa_planner.launch_graph import LaunchGraph
 from dsa_planner.launch_record import TENSORS, Buffer, LaunchRecord, Parameter, TensorMap, holds
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["Block", "BlockLayout", "Shape", "spans_of", "workspace_bytes"]
 
-__all__ = ["Block", "BlockLayout", "Shape", "workspace_bytes"]
-
-_NAMES = (*TENSORS, "workspace")
+COUNTER = "ticket"
+"""The buffer from which v2 backends draw rows."""
 _WRITTEN = frozenset({"attn_score", "d_index_q", "d_weights", "d_index_k", "workspace"})
 _BUFFER_ALIGNMENT = 256
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
@@ -79,8 +77,9 @@ class Shape:
         record.complete(self.values)
         call_facts = {"d_index_k": d_index_k}
         self.workspace_bytes = workspace_bytes(record.buffers, self.values, d_index_k)
-        self.sizes = (*[tensor.nbytes for tensor in tensors], self.workspace_bytes)
         self._place(record.buffers, call_facts)
+        self.sizes = (*[tensor.nbytes for tensor in tensors], *self._buffer_sizes)
+        """Bytes of the tensors, and of the buffers."""
         kernels = [(index, kernel) for index, kernel in enumerate(record.kernels) if holds(kernel.when, call_facts)]
         grids = [(index, kernel.grid(self.values)) for index, kernel in kernels]
         self.grids = [(index, grid) for index, grid in grids if grid]
@@ -92,14 +91,35 @@ class Shape:
         """By name of a tensor or buffer, its position among the addresses of the tensors and of the buffers."""
         self.offsets: list[int] = []
         """Of the buffers in the workspace, in bytes."""
+        self._buffer_sizes: list[int] = []
+        names = []
         used = 0
         for buffer in buffers:
             if holds(buffer.when, call_facts):
                 self.places[buffer.name] = len(TENSORS) + len(self.offsets)
                 self.offsets.append(used)
-                used += _aligned(buffer.bytes(self.values))
+                self._buffer_sizes.append(buffer.bytes(self.values))
+                used += _aligned(self._buffer_sizes[-1])
+                names.append(buffer.name)
             elif buffer.otherwise is not None:
                 self.places[buffer.name] = self.places[buffer.otherwise]
+        self.needs_only_a_counter = names == [COUNTER]
+
+    def buffers_in(self, workspace: int) -> list[int]:
+        """The addresses of the buffers in a workspace that begins at an address."""
+        return [workspace + offset for offset in self.offsets]
+
+
+def spans_of(shape: Shape, addresses: Sequence[int]) -> list[tuple[str, int, int, bool]]:
+    """The memory of a launch: name, first byte, byte after the last, whether the launch writes it.
+
+    Args:
+        shape: of the launch.
+        addresses: of its tensors and buffers.
+    """
+    names = (*TENSORS, *["workspace"] * len(shape.offsets))
+    sizes = zip(names, addresses, shape.sizes, strict=True)
+    return [(name, start, start + size, name in _WRITTEN) for name, start, size in sizes if size]
 
 
 def _admission(tensors: Tensors) -> Callable[[Sequence[Any]], bool]:
@@ -209,8 +229,6 @@ class Block:
         self._addresses: list[int] = []
         self._scalars: tuple[float, float] | None = None
         self._graphs: dict[tuple[int, ...], LaunchGraph] = {}
-        self.scratch: tuple[int, torch.Tensor] | None = None
-        """Workspace that is kept for the next launch: (id of its stream, tensor)."""
         self._values = ctypes.create_string_buffer(layout.size)
         base = ctypes.addressof(self._values)
         self._arrays = []
@@ -238,7 +256,7 @@ class Block:
 
         Args:
             shape: of the launch.
-            addresses: of its tensors, in order, and of its workspace.
+            addresses: of its tensors, in order, and of its buffers.
             sm_scale: see ``indexer_backward``.
             loss_coeff: see ``indexer_backward``.
 
@@ -247,7 +265,8 @@ class Block:
         """
         if self._shape is not shape or self._addresses != addresses:
             if not placement_ok(addresses, shape.sizes):
-                explain_placement(_NAMES, addresses, shape.sizes, _WRITTEN)
+                names = (*TENSORS, *["workspace"] * len(shape.offsets))
+                explain_placement(names, addresses, shape.sizes, _WRITTEN)
             if self._shape is not shape:
                 self._pack_shape(shape)
             self._pack_addresses(shape, addresses)
@@ -276,8 +295,7 @@ class Block:
         return graph
 
     def close(self) -> None:
-        """Free the graphs, and the scratch."""
-        self.scratch = None
+        """Free the graphs."""
         while self._graphs:
             self._graphs.popitem()[1].close()
 
@@ -295,13 +313,10 @@ class Block:
 
     def _pack_addresses(self, shape: Shape, addresses: list[int]) -> None:
         """Pack the pointers, and see to the tensor maps whose address or extents have changed."""
-        places = addresses[:-1]
-        for offset in shape.offsets:
-            places.append(addresses[-1] + offset)
-        self.layout.pointer_pack.pack_into(self._values, 0, *self._pointers(places))
+        self.layout.pointer_pack.pack_into(self._values, 0, *self._pointers(addresses))
         for held in self._maps:
             # Of an empty tensor nothing is read: any memory will do.
-            address = places[shape.places[held.name]] or addresses[0]
+            address = addresses[shape.places[held.name]] or addresses[0]
             if held.address != address:
                 held.point_to(address, shape)
         self._addresses = addresses

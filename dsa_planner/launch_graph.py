@@ -11,11 +11,10 @@ of the one that is being captured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from dsa_planner.driver import call, cu, name_of_failure
+from dsa_planner.driver import call, cu, name_of_failure, relaxed_capture
 from dsa_planner.errors import DriverError
 from dsa_planner.streams import LEGACY_STREAM
 
@@ -46,7 +45,7 @@ class LaunchGraph:
         what = "making the graph of a launch"
         self._nodes = []
         self._executable = None
-        with _relaxed_capture():
+        with relaxed_capture():
             self._graph = call(what, cu.cuGraphCreate(0))
             try:
                 before: list[Any] = []
@@ -103,14 +102,3 @@ def is_captured(stream: int) -> bool:
         return False
     status, capture = cu.cuStreamIsCapturing(stream)
     return bool(status != _SUCCESS or capture != _NOT_CAPTURED)
-
-
-@contextmanager
-def _relaxed_capture() -> Iterator[None]:
-    """Within it, calls that a capture forbids to all threads are allowed: they touch no stream."""
-    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call("making the graph of a launch", cu.cuThreadExchangeStreamCaptureMode(mode))
-    try:
-        yield
-    finally:
-        cu.cuThreadExchangeStreamCaptureMode(before)

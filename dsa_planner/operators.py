@@ -8,24 +8,27 @@ from typing import Any
 
 import torch
 
-from dsa_planner import envelope, streams
+from dsa_planner import dlpack, envelope, streams
 from dsa_planner.arguments import ArgumentCheck, dtype_name, require_tensor
+from dsa_planner.cache.planfile import PlanFile
 from dsa_planner.driver import device as open_device
-from dsa_planner.driver import start as start_driver
+from dsa_planner.driver import refuse_fork
 from dsa_planner.errors import (
+    CaptureError,
     DeviceMismatchError,
-    DriverError,
     DsaPlannerError,
     PlanNotFoundError,
     UnsupportedError,
-    shown,
 )
+from dsa_planner.launch_graph import is_captured
+from dsa_planner.launch_record import TENSORS
 from dsa_planner.locate import find_plan
 from dsa_planner.plan import Plan
 from dsa_planner.settings import Settings
 
-__all__ = ["indexer_backward", "load_plan"]
+__all__ = ["indexer_backward", "load_plan", "plan_for", "plans", "row_for"]
 
+_SCALARS = ("sm_scale", "loss_coeff", "block_I", "topk_indices_global")
 _plans: dict[tuple[Any, ...], Plan] = {}
 _lock = threading.Lock()
 
@@ -51,6 +54,7 @@ def indexer_backward(
     workspace: torch.Tensor | None = None,
     deterministic: bool = False,
     deterministic_dk_planes: int = 96,
+    audit: bool | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gradients of the DeepSeek-Sparse-Attention indexer's KL loss.
 
@@ -65,7 +69,9 @@ def indexer_backward(
         d_index_q[h] = sum_t A[t,h] index_k[n]
         d_index_k[n] += sum_h A[t,h] index_q[h]
 
-    The call is asynchronous on ``stream``. It needs a compiled plan (``dsa-plan precompile``) and never compiles.
+    The call is asynchronous on ``stream``. It needs a compiled plan (``dsa-plan precompile``), and compiles only with
+    DSA_PLAN_COMPILE=missing. Under stream capture it becomes part of the graph, and each replay consumes the attn_score
+    that it finds. Inputs may be CUDA arrays of any library with DLPack; what is written, of torch or CuPy.
 
     Args:
         index_q: (B, S_q, H, D) bf16.
@@ -85,10 +91,11 @@ def indexer_backward(
         d_index_k: output, (B, S_k, D) bf16 or fp32; allocated as bf16 where None. Need not be zeroed.
         stream: None for torch's current stream, or any stream of the device.
         backend: see ``dsa-plan explain``.
-        workspace: scratch of at least ``Plan.workspace_bytes`` bytes; allocated where None.
+        workspace: scratch of at least ``Plan.workspace_bytes`` bytes; None for the stream's own.
         deterministic: d_index_k bitwise reproducible, with a backend that takes it.
         deterministic_dk_planes: accepted for callers of cuDNN frontend's operator, and ignored: the deterministic mode
             here has no planes to choose.
+        audit: see ``Plan.launch``.
 
     Returns:
         {"d_index_q": ..., "d_weights": ..., "d_index_k": ...}, in that order.
@@ -97,7 +104,9 @@ def indexer_backward(
         UnsupportedError: a value, shape, dtype or stride outside the support envelope; attn_score is untouched.
         DeviceMismatchError: tensors on several devices, or on one that the backend does not run on.
         PlanNotFoundError: no layer holds the plan.
-        DriverError: the driver is missing or refused a call.
+        CaptureError: under capture, what a replay could not repeat: loading the plan, for one.
+        AuditError: see ``Plan.launch``.
+        DriverError: the driver is missing or refused a call, or the process was forked after CUDA was started.
     """
     del deterministic_dk_planes
     plan = None
@@ -118,12 +127,18 @@ def indexer_backward(
         weights if d_weights is None else d_weights,
         index_k if d_index_k is None else d_index_k,
     )
-    if plan is None:
-        plan = _plan_for_call(
-            looks, d_weights, backend, deterministic, (sm_scale, loss_coeff, block_I, topk_indices_global)
-        )
-    envelope.check_scalars(plan.row, sm_scale, loss_coeff, block_I, topk_indices_global)
-    shape = plan.shape_of(looks, topk_indices_global)
+    scalars = (sm_scale, loss_coeff, block_I, topk_indices_global)
+    try:
+        if plan is None:
+            plan = _plan_for_call(looks, d_weights, backend, deterministic, scalars, stream)
+        envelope.check_scalars(plan.row, *scalars)
+        shape = plan.shape_of(looks, topk_indices_global)
+    except UnsupportedError:
+        if not dlpack.has_foreign(looks, workspace):
+            raise
+        given = {"d_index_q": d_index_q, "d_weights": d_weights, "d_index_k": d_index_k}
+        options = {"backend": backend, "deterministic": deterministic, "audit": audit}
+        return _with_foreign_arrays(inputs, given, workspace, stream, scalars, options)
     handle = streams.handle_of(stream, plan.device)
     if d_index_q is None or d_weights is None or d_index_k is None:
         with streams.allocating_on(handle, plan.device):
@@ -131,8 +146,37 @@ def indexer_backward(
             d_weights = torch.empty_like(weights) if d_weights is None else d_weights
             d_index_k = torch.empty_like(index_k) if d_index_k is None else d_index_k
     tensors = (*inputs, d_index_q, d_weights, d_index_k)
-    plan.launch_checked(shape, tensors, sm_scale, loss_coeff, workspace, handle)
+    plan.launch_checked(shape, tensors, sm_scale, loss_coeff, workspace, handle, audit)
     return {"d_index_q": d_index_q, "d_weights": d_weights, "d_index_k": d_index_k}
+
+
+def _with_foreign_arrays(
+    inputs: Sequence[Any],
+    given: Mapping[str, Any],
+    workspace: Any,
+    stream: Any,
+    scalars: Sequence[Any],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """``indexer_backward`` once more, with arrays of other libraries as torch tensors.
+
+    Args:
+        inputs: the seven.
+        given: outputs that the caller brought, or None.
+        workspace: or None.
+        stream: as given.
+        scalars: sm_scale, loss_coeff, block_I and topk_indices_global.
+        options: the other keyword arguments.
+
+    Returns:
+        the outputs; those that the caller brought as they are.
+    """
+    ordinal = dlpack.ordinal_of(inputs[0])
+    handle = streams.LEGACY_STREAM if ordinal < 0 else streams.handle_of(stream, ordinal)
+    tensors, workspace = dlpack.as_tensors((*inputs, *given.values()), workspace, handle)
+    arguments = dict(zip((*TENSORS, *_SCALARS), (*tensors, *scalars), strict=True))
+    found = indexer_backward(**arguments, stream=stream, workspace=workspace, **options)
+    return {name: found[name] if output is None else output for name, output in given.items()}
 
 
 def load_plan(
@@ -167,11 +211,21 @@ def load_plan(
         "backend": backend, "topk": topk, "heads": heads, "head_dim": head_dim, "d_weights": d_weights,
         "deterministic": deterministic,
     }  # fmt: skip
-    return _load(request, _ordinal_of(device))
+    return _load(request, streams.ordinal_of(device))
+
+
+def plans() -> list[Plan]:
+    """The plans that this process has loaded, each once."""
+    return list({id(plan): plan for plan in list(_plans.values())}.values())
 
 
 def _plan_for_call(
-    tensors: Sequence[Any], d_weights: Any, backend: str, deterministic: bool, scalars: tuple[float, float, int, bool]
+    tensors: Sequence[Any],
+    d_weights: Any,
+    backend: str,
+    deterministic: bool,
+    scalars: tuple[float, float, int, bool],
+    stream: Any,
 ) -> Plan:
     """The plan that a call's tensors ask for, by the slow way: first every check that needs neither device nor plan.
 
@@ -181,6 +235,7 @@ def _plan_for_call(
         backend: see ``indexer_backward``.
         deterministic: see ``indexer_backward``.
         scalars: sm_scale, loss_coeff, block_I and topk_indices_global.
+        stream: as the caller gave it.
     """
     index_q, topk_indices = tensors[0], tensors[5]
     for name, tensor, rank in (("index_q", index_q, 4), ("topk_indices", topk_indices, 3)):
@@ -198,7 +253,7 @@ def _plan_for_call(
         "deterministic": deterministic,
     }
     ordinal = index_q.get_device()
-    row = _first_row(request, ordinal)
+    row = row_for(request, ordinal)
     check = ArgumentCheck(row, {**request, "arch": row.arch}, ordinal)
     if not (check.inputs_ok(tensors) and check.outputs_ok(tensors)):
         check.explain(tensors)
@@ -207,50 +262,32 @@ def _plan_for_call(
         raise DeviceMismatchError(
             f"index_q on {index_q.device}", "the operator runs on CUDA devices", "move the tensors to a GPU"
         )
-    plan = _load(request, ordinal)
+    plan = plan_for(request, ordinal, stream)
     _plans[backend, ordinal, (heads, head_dim), topk, d_weights_dtype, deterministic] = plan
     return plan
 
 
-def _ordinal_of(device: Any) -> int:
-    """The ordinal of a device as callers name it.
+def plan_for(request: Mapping[str, Any], ordinal: int, stream: Any) -> Plan:
+    """The plan of a request, for a launch on a stream.
 
     Raises:
-        UnsupportedError: it is no CUDA device.
-        DriverError: it is torch's current one, and torch has none.
+        CaptureError: it is not loaded yet, and the stream is being captured.
+        others: as ``load_plan``.
     """
-    if type(device) is int:
-        return device
-    try:
-        named = torch.device(device)
-    except (TypeError, RuntimeError):
-        named = None
-    if named is None or named.type != "cuda":
-        raise UnsupportedError(
-            f"device={shown(device)}", "it is no CUDA device", 'give its ordinal, or for example "cuda:0"'
+    plan = _loaded(request, ordinal)
+    if plan is not None:
+        return plan
+    if is_captured(handle := streams.handle_of(stream, ordinal)):
+        backend, topk = request["backend"], request["topk"]
+        raise CaptureError(
+            f"indexer_backward with backend {backend} and topk {topk} on captured stream {handle:#x}",
+            "its plan is not loaded yet, and a replay could not repeat that",
+            f"call dsa_planner.load_plan({topk}, backend={backend!r}), or the operator once, before the capture",
         )
-    return _current_ordinal(device) if named.index is None else named.index
+    return _load(request, ordinal)
 
 
-def _current_ordinal(device: Any) -> int:
-    """The ordinal of torch's current device, which ``device`` means.
-
-    Raises:
-        DriverError: torch has none.
-    """
-    try:
-        return torch.cuda.current_device()
-    except Exception as error:  # an AssertionError of a torch without CUDA; else a RuntimeError, or one of torch's own
-        start_driver()  # no driver or no GPU is the same to every caller, whatever torch says of it
-        reason = " ".join(str(error).split())
-        raise DriverError(
-            f"device={shown(device)}",
-            f"torch has no current CUDA device ({reason[:200]})",
-            "give the device's ordinal, or use a torch with CUDA",
-        ) from error
-
-
-def _first_row(request: Mapping[str, Any], ordinal: int) -> envelope.Support:
+def row_for(request: Mapping[str, Any], ordinal: int) -> envelope.Support:
     """The first row of the backend that takes the request, of those for the device if it has any.
 
     Raises:
@@ -278,14 +315,23 @@ def _rows_for_device(backend: str, ordinal: int) -> tuple[envelope.Support, ...]
         return rows
 
 
+def _loaded(request: Mapping[str, Any], ordinal: int) -> Plan | None:
+    """The plan of a request, if it was loaded before."""
+    return _plans.get(_key(request, ordinal))
+
+
+def _key(request: Mapping[str, Any], ordinal: int) -> tuple[Any, ...]:
+    return ("config", ordinal, *sorted(request.items()))
+
+
 def _load(request: Mapping[str, Any], ordinal: int) -> Plan:
     # Before the device and before any cache, so that a wrong value is refused the same way always.
-    _first_row(request, ordinal)
-    key = ("config", ordinal, *sorted(request.items()))
+    row_for(request, ordinal)
+    refuse_fork()
     with _lock:
-        plan = _plans.get(key)
+        plan = _loaded(request, ordinal)
         if plan is None:
-            plan = _plans[key] = _open(request, ordinal)
+            plan = _plans[_key(request, ordinal)] = _open(request, ordinal)
     return plan
 
 
@@ -301,12 +347,25 @@ def _open(request: Mapping[str, Any], ordinal: int) -> Plan:
             "use another backend or device",
         )
     settings = Settings.from_environment()
+    # The family target first, then an exact build of it.
+    file = _find([envelope.plan_config({**request, "arch": row.arch}) for row in rows], settings)
+    return Plan(file, ordinal, settings.launch, settings.audit, settings.module_bytes)
+
+
+def _find(configs: Sequence[Mapping[str, Any]], settings: Settings) -> PlanFile:
+    """The first of some plans that a layer has; if none has one, the first, compiled, if the settings say so."""
     missing: PlanNotFoundError | None = None
-    for row in rows:  # the family target first, then an exact build of it
+    for config in configs:
         try:
-            file = find_plan(envelope.plan_config({**request, "arch": row.arch}), settings)
-            return Plan(file, ordinal, settings.launch)
+            return find_plan(config, settings)
         except PlanNotFoundError as error:
             missing = missing or error
     assert missing is not None
-    raise missing
+    if settings.compile == "never":
+        raise missing
+    from dsa_planner.planner import Planner  # the build side: pydantic and the compiler
+
+    (outcome,) = Planner(settings).precompile([configs[0]])
+    if outcome.error is not None:
+        raise outcome.error
+    return find_plan(configs[0], settings)

@@ -1,30 +1,30 @@
 """A plan on a device: load its cubin once, then launch it. Run side.
 
-Loading forces every kernel in, so that nothing is left to load lazily at the first launch, and compares the driver's
-own account of the kernels' parameters with the manifest.
-
 A launch checks its tensors, packs their addresses and a few numbers into one block of memory, and has the driver launch
-the kernels as one graph on the caller's stream (``launch_graph``). It synchronises nothing. Where the caller brings no
-workspace, scratch comes from torch's allocator, and a stream's next launch takes it again if it is small. What depends
-on shapes only is kept from the launch before and made again when they change; likewise what depends on addresses.
-Nothing is looked up by shape.
+the kernels as one graph on the caller's stream (``launch_graph``). It synchronises nothing. What depends on shapes only
+is kept from the launch before and made again when they change; likewise what depends on addresses. Nothing is looked up
+by shape. Where the caller brings no workspace, memory is the stream's own (``device_memory``); the cubin is one of
+``modules``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsa_planner import envelope, streams
+from dsa_planner import dlpack, envelope, streams
 from dsa_planner.arguments import ArgumentCheck, Tensors, dtype_name
+from dsa_planner.audit import audited
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.driver import Device, call, cu, device, invoke, name_of_failure
-from dsa_planner.errors import DeviceMismatchError, DriverError, PlanFileError, UnsupportedError, shown
-from dsa_planner.launch_block import Block, BlockLayout, Shape, workspace_bytes
+from dsa_planner.device_memory import captured_scratch, memory_of
+from dsa_planner.driver import cu, device, name_of_failure, refuse_fork
+from dsa_planner.errors import CaptureError, DeviceMismatchError, DriverError, PlanFileError, UnsupportedError, shown
+from dsa_planner.launch_block import Block, BlockLayout, Shape, spans_of, workspace_bytes
 from dsa_planner.launch_graph import is_captured
-from dsa_planner.launch_record import PARAMETER_BYTES, KernelLaunch, LaunchRecord
-from dsa_planner.settings import LAUNCHES
+from dsa_planner.launch_record import LaunchRecord
+from dsa_planner.modules import module_of
+from dsa_planner.settings import DEFAULT_MODULE_BYTES, LAUNCHES
 
 if TYPE_CHECKING:
     import torch
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
-_MOST_BLOCKS = 16  # streams whose launch parameters and scratch a plan keeps
-_MOST_KEPT_BYTES = 32 << 20  # of scratch, for a stream; beyond, a call takes so long that an allocation is nothing
-_NO_SUCH_PARAMETER = cu.CUresult.CUDA_ERROR_INVALID_VALUE
+_MOST_BLOCKS = 16  # streams whose launch parameters a plan keeps
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Plan:
     """A compiled plan, loaded on one device.
 
     Made by ``dsa_planner.load_plan``. One plan serves every shape; it may be launched from several threads and on
-    several streams at once. Its memory on the device is its code, and, for launches without a workspace, scratch of at
-    most 32 MiB for each of the 16 streams used last.
+    several streams at once.
 
     Args:
         file: the plan file.
         ordinal: the device.
         launch: "graph" to launch the kernels as one CUDA graph, "kernels" to launch each.
+        audit: audit every launch, see ``launch``.
+        module_bytes: bytes of cubins that the device is held to.
 
     Raises:
         DeviceMismatchError: the device's compute capability is not one that the plan's arch admits.
@@ -55,10 +55,19 @@ class Plan:
         DriverError: no driver, or it refuses the cubin.
     """
 
-    def __init__(self, file: PlanFile, ordinal: int, launch: str = LAUNCHES[0]) -> None:
+    def __init__(
+        self,
+        file: PlanFile,
+        ordinal: int,
+        launch: str = LAUNCHES[0],
+        audit: bool = False,
+        module_bytes: int = DEFAULT_MODULE_BYTES,
+    ) -> None:
         self.config: Mapping[str, Any] = file.config
         self.plan_id = file.plan_id
         self.build_id = file.build_id
+        self.file_sha256 = file.encode()[-32:].hex()
+        """The digest that the plan file ends with."""
         self.device = ordinal
         self.row = envelope.support_of(self.config)
         target = device(ordinal)
@@ -72,24 +81,65 @@ class Plan:
         self._target = target
         try:
             self._record = LaunchRecord.parse(file.launch)
-            symbols = _symbols(file, self._record)
+            self._module = module_of(file, self._record, target, module_bytes)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanFileError(
                 f"plan {self.plan_id}", f"its launch record is malformed ({error})", "build it again"
             ) from None
-        self._functions = _load(file, self._record, symbols, target)
+        self._module.load()
+        self._module.users.add(self)
+        self._memory = memory_of(target)
         self.check = ArgumentCheck(self.row, self.config, ordinal)
         self._layout = BlockLayout(self._record)
         self._as_graph = launch == "graph"
+        self._audit = audit
         self._blocks: dict[int, Block] = {}
         """By stream, the block of its last launch. A launch takes it out, so that threads do not meet."""
         self._shape: Shape | None = None  # of the last launch
         self._constants = {name: self.config[name] for name in ("heads", "head_dim", "topk")}
         self._constants["multiprocessors"] = target.multiprocessors
+        self._launches = {"launches": 0, "captured": 0}
 
     def __repr__(self) -> str:
         backend, arch, topk = (self.config[name] for name in ("backend", "arch", "topk"))
         return f"<Plan {self.plan_id[:12]} {backend} {arch} topk={topk} on cuda:{self.device}>"
+
+    def prepare(self, device: int | str | torch.device | None = None) -> Plan:
+        """Do now what a launch under stream capture could not: load the cubin, force its kernels in, take the memory.
+
+        ``load_plan`` has done it once; since then the cubin may have been unloaded, to keep within
+        DSA_PLAN_MODULE_BYTES. Once captured, it stays.
+
+        Args:
+            device: None, or the plan's device, as for ``load_plan``.
+
+        Returns:
+            the plan.
+
+        Raises:
+            DeviceMismatchError: another device.
+            DriverError: the driver refused.
+        """
+        if device is not None and (asked := streams.ordinal_of(device)) != self.device:
+            raise DeviceMismatchError(
+                f"device {asked}", f"{self!r} was loaded for cuda:{self.device}", f"load a plan for cuda:{asked}"
+            )
+        refuse_fork()
+        self._module.touch()
+        self._module.load()
+        with self._target.current():
+            self._memory.prepare()
+        return self
+
+    def stats(self) -> dict[str, int | bool]:
+        """Launches so far (from several threads at once, roughly), those under capture, and whether it is loaded."""
+        return {**self._launches, "loaded": self._module.functions is not None, "stays": self._module.stays}
+
+    def forget_functions(self) -> None:
+        """Free the graphs of launches, whose functions are about to be unloaded; for ``modules``."""
+        while self._blocks:
+            with suppress(KeyError):  # another thread was faster
+                self._blocks.popitem()[1].close()
 
     def workspace_bytes(self, batch: int, s_k: int, d_index_k: str | torch.dtype = "bf16") -> int:
         """Bytes of workspace that a launch needs.
@@ -137,32 +187,47 @@ class Plan:
         topk_indices_global: bool = False,
         workspace: torch.Tensor | None = None,
         stream: Any = None,
+        audit: bool | None = None,
     ) -> None:
         """Compute the gradients into the caller's buffers, on the caller's stream; return without waiting.
 
         Tensors and scalars are those of ``dsa_planner.indexer_backward``; the three outputs are required here, and all
-        tensors are checked before anything runs.
+        tensors are checked before anything runs. Inputs may be CUDA arrays of any library with DLPack (``dlpack``).
+
+        Under stream capture the launch becomes part of the graph; each replay consumes the attn_score that it finds.
 
         Args:
             workspace: at least ``workspace_bytes(B, S_k, dtype of d_index_k)`` bytes on the device, of any dtype,
-                aligned to 16 bytes; not shared with another launch in flight. None takes it from torch's allocator.
+                aligned to 16 bytes; not shared with another launch in flight. None uses memory that the stream owns,
+                or under capture memory of the graph.
             stream: None for torch's current stream, or any stream of the device (see ``streams.handle_of``).
+            audit: refuse the launch if another one that may run at the same time uses its memory (see ``audit``); it
+                may wait for that one. None for what DSA_PLAN_AUDIT said when the plan was loaded.
 
         Raises:
             UnsupportedError: a value, shape, dtype, stride or alignment outside the contract; buffers that overlap.
             DeviceMismatchError: a tensor or the stream on another device.
+            CaptureError: under capture, what a replay could not repeat: the plan is not loaded, or there is no
+                workspace and the capture was not begun by torch.
+            AuditError: the audit found another launch that may run at the same time and shares memory.
             DriverError: the driver refused. Where kernels are launched one by one (under stream capture, or with
                 DSA_PLAN_LAUNCH=kernels) and it refused another than the first, attn_score has been overwritten:
                 compute it again before a second try.
         """
-        tensors = (
+        tensors: Tensors = (
             index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss,
             d_index_q, d_weights, d_index_k,
         )  # fmt: skip
         envelope.check_scalars(self.row, sm_scale, loss_coeff, block_I, topk_indices_global)
-        shape = self.shape_of(tensors, topk_indices_global)
         handle = streams.handle_of(stream, self.device)
-        self.launch_checked(shape, tensors, sm_scale, loss_coeff, workspace, handle)
+        try:
+            shape = self.shape_of(tensors, topk_indices_global)
+        except UnsupportedError:
+            if not dlpack.has_foreign(tensors, workspace):
+                raise
+            tensors, workspace = dlpack.as_tensors(tensors, workspace, handle)
+            shape = self.shape_of(tensors, topk_indices_global)
+        self.launch_checked(shape, tensors, sm_scale, loss_coeff, workspace, handle, audit)
 
     def shape_of(self, tensors: Tensors, topk_indices_global: bool) -> Shape:
         """Check all tensors of a launch; what follows from their shapes and dtypes.
@@ -187,59 +252,129 @@ class Plan:
         loss_coeff: float,
         workspace: torch.Tensor | None,
         stream: int,
+        audit: bool | None = None,
     ) -> None:
         """``launch`` after the checks of tensors (``shape_of``) and scalars, for callers in this package."""
         # A thread that has not used the GPU yet has no context, and without one no tensor map can be encoded.
         status, context = cu.cuCtxGetCurrent()
         if status == _SUCCESS and int(context) == self._target.context_address:
-            self._launch(shape, tensors, sm_scale, loss_coeff, workspace, stream)
+            self._launch(shape, tensors, (sm_scale, loss_coeff), workspace, stream, audit)
         else:
+            refuse_fork()
             with self._target.current():
-                self._launch(shape, tensors, sm_scale, loss_coeff, workspace, stream)
+                self._launch(shape, tensors, (sm_scale, loss_coeff), workspace, stream, audit)
 
     def _launch(
         self,
         shape: Shape,
         tensors: Tensors,
-        sm_scale: float,
-        loss_coeff: float,
+        scalars: tuple[float, float],
         workspace: torch.Tensor | None,
         stream: int,
+        audit: bool | None,
     ) -> None:
-        block = self._blocks.pop(stream, None) or Block(self._layout)
+        module = self._module
+        token = object()
+        module.launching[token] = None
         try:
             captured = is_captured(stream)
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            if not (needed := shape.workspace_bytes):
-                addresses.append(0)
-            else:
-                if workspace is None:
-                    workspace = self._scratch(block, needed, tensors[2], stream, captured)
-                elif not self.check.workspace_ok(workspace, needed):
+            if captured:
+                module.stays = True
+                self._launches["captured"] += 1
+            functions = module.functions or self._functions_again(captured)
+            audit = (self._audit if audit is None else audit) and not captured
+            launch = _Launch(shape, tensors, scalars, stream, captured, audit)
+            block = self._blocks.pop(stream, None) or self._new_block(stream)
+            try:
+                self._run_where_there_is_memory(launch, block, functions, workspace)
+            except BaseException:  # what the block now holds is unknown
+                block.close()
+                raise
+            self._keep(block, stream)
+        finally:
+            del module.launching[token]
+
+    def _run_where_there_is_memory(
+        self, launch: _Launch, block: Block, functions: list[Any], workspace: torch.Tensor | None
+    ) -> None:
+        shape = launch.shape
+        addresses = [tensor.data_ptr() for tensor in launch.tensors]
+        needed = shape.workspace_bytes
+        if not needed:
+            self._run(launch, block, functions, addresses + shape.buffers_in(0))
+        elif workspace is not None:
+            if not self.check.workspace_ok(workspace, needed):
+                workspace = dlpack.as_tensor("workspace", workspace, launch.stream)
+                if not self.check.workspace_ok(workspace, needed):
                     self.check.explain_workspace(workspace, needed)
-                addresses.append(workspace.data_ptr())
-            block.pack(shape, addresses, sm_scale, loss_coeff)
-            # Autograd counts writes, to notice that a tensor which it saved has changed since.
-            self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
-            if not self._as_graph or captured or len(shape.kernels) < 2:
-                self._launch_kernels(block, shape, stream)
+            self._run(launch, block, functions, addresses + shape.buffers_in(workspace.data_ptr()))
+        elif launch.captured:
+            scratch = captured_scratch(needed, launch.tensors[2], launch.stream, self.device)
+            self._run(launch, block, functions, addresses + shape.buffers_in(scratch.data_ptr()))
+        else:
+            self._run_in_own_memory(launch, block, functions, addresses)
+
+    def _run_in_own_memory(self, launch: _Launch, block: Block, functions: list[Any], addresses: list[int]) -> None:
+        """Launch with what the stream owns, or else with memory lent for this one launch."""
+        shape, stream = launch.shape, launch.stream
+        memory = self._memory.of(stream)
+        with memory.lock:
+            if shape.needs_only_a_counter:
+                own = [memory.counter] if memory.counter else None
             else:
-                status = block.graph(shape, self._functions).launch(stream)
+                scratch = self._memory.kept(memory, shape.workspace_bytes, stream)
+                own = shape.buffers_in(scratch) if scratch else None
+            if own is not None:
+                self._run(launch, block, functions, addresses + own)
+                return
+        lent = self._memory.lend(shape.workspace_bytes, stream)
+        try:
+            self._run(launch, block, functions, addresses + shape.buffers_in(lent))
+        finally:
+            self._memory.give_back(lent, stream)
+
+    def _run(self, launch: _Launch, block: Block, functions: list[Any], addresses: list[int]) -> None:
+        """Pack a launch, and have the driver do it."""
+        shape, stream = launch.shape, launch.stream
+        block.pack(shape, addresses, *launch.scalars)
+        # Autograd counts writes, to notice that a tensor which it saved has changed since.
+        tensors = launch.tensors
+        self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
+        self._launches["launches"] += 1
+        with audited(self.device, stream, spans_of(shape, addresses)) if launch.audit else _NOTHING:
+            if not self._as_graph or launch.captured or len(shape.kernels) < 2:
+                self._launch_kernels(block, shape, functions, stream)
+            else:
+                status = block.graph(shape, functions).launch(stream)
                 if status != _SUCCESS:
                     raise self._refused("the kernels", status)
-        except BaseException:  # what the block now holds is unknown
-            block.close()
-            raise
-        self._keep(block, stream)
 
-    def _launch_kernels(self, block: Block, shape: Shape, stream: int) -> None:
+    def _launch_kernels(self, block: Block, shape: Shape, functions: list[Any], stream: int) -> None:
         handle = cu.CUstream(stream)
         for index in shape.kernels:
             config = block.configs[index]
             config.hStream = handle
-            (status,) = cu.cuLaunchKernelEx(config, self._functions[index], block.parameters[index], 0)
+            (status,) = cu.cuLaunchKernelEx(config, functions[index], block.parameters[index], 0)
             if status != _SUCCESS:
                 raise self._refused(self._record.kernels[index].name, status)
+
+    def _functions_again(self, captured: bool) -> list[Any]:
+        """The functions of a cubin that was unloaded since the last launch."""
+        if captured:
+            raise CaptureError(
+                f"a launch of {self!r} under stream capture",
+                "its cubin was unloaded to keep within DSA_PLAN_MODULE_BYTES, and a capture cannot load it again",
+                "call plan.prepare() before the capture, or raise the limit",
+            )
+        return self._module.load()
+
+    def _new_block(self, stream: int) -> Block:
+        """A block for a stream that has none; what is known of the stream decides whether the cubin can be unloaded."""
+        if streams.is_permanent(stream, self.device):
+            self._module.streams.add(stream)
+        else:
+            self._module.stays = True
+        return Block(self._layout)
 
     def _refused(self, what: str, status: Any) -> DriverError:
         return DriverError(
@@ -250,72 +385,20 @@ class Plan:
 
     def _keep(self, block: Block, stream: int) -> None:
         """Keep a block for the stream's next launch, unless another thread has kept one for it in the meantime."""
+        self._module.touch()
         if self._blocks.setdefault(stream, block) is not block:
             block.close()
         while len(self._blocks) > _MOST_BLOCKS:
             with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
                 self._blocks.pop(next(iter(self._blocks))).close()
 
-    def _scratch(self, block: Block, needed: int, like: torch.Tensor, stream: int, captured: bool) -> torch.Tensor:
-        """Workspace from torch's allocator; if it is small, that of the stream's last launch.
 
-        Streams come and go, and their handles are used again, so the stream is known by its id. What is captured may
-        run beside any stream, so it gets memory of its own, from the graph's pool.
-        """
-        owner = 0
-        if stream > streams.LEGACY_STREAM and not captured:
-            owner = int(call("identifying a stream", cu.cuStreamGetId(stream)))
-        kept = block.scratch
-        if kept is not None and kept[0] == owner and kept[1].nbytes >= needed and not captured:
-            return kept[1]
-        with streams.allocating_on(stream, self.device):
-            scratch = like.new_empty(needed, dtype=self.check.uint8)
-        if needed <= _MOST_KEPT_BYTES and not captured:
-            block.scratch = (owner, scratch)
-        return scratch
+class _Launch(NamedTuple):
+    """What does not change while a launch looks for its memory."""
 
-
-def _symbols(file: PlanFile, record: LaunchRecord) -> list[tuple[str, list[tuple[int, int]]]]:
-    """For each kernel of the record, its symbol and the (offset, size) of each parameter, from the manifest.
-
-    Raises:
-        ValueError, KeyError, TypeError: the manifest does not fit the record.
-    """
-    entries = file.manifest["kernels"]
-    if [entry["name"] for entry in entries] != [kernel.name for kernel in record.kernels]:
-        raise ValueError("its kernels are not those of the manifest")
-    return [(str(entry["symbol"]), [(int(at), int(size)) for at, size in entry["parameters"]]) for entry in entries]
-
-
-def _load(
-    file: PlanFile, record: LaunchRecord, symbols: list[tuple[str, list[tuple[int, int]]]], target: Device
-) -> list[Any]:
-    """Load a cubin and force its kernels in; their functions, in the record's order."""
-    what = f"loading plan {file.plan_id[:12]}"
-    library = invoke(what, "cuLibraryLoadData", file.cubin, [], [], 0, [], [], 0)
-    functions = []
-    with target.current():
-        for kernel, (symbol, parameters) in zip(record.kernels, symbols, strict=True):
-            handle = invoke(what, "cuLibraryGetKernel", library, symbol.encode())
-            _check_parameters(file, kernel, parameters, handle)
-            if kernel.shared_bytes:
-                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                invoke(what, "cuKernelSetAttribute", attribute, kernel.shared_bytes, handle, target.handle)
-            functions.append(invoke(what, "cuKernelGetFunction", handle))
-    return functions
-
-
-def _check_parameters(file: PlanFile, kernel: KernelLaunch, parameters: list[tuple[int, int]], handle: Any) -> None:
-    """Refuse a cubin whose parameters, as the driver sees them, are not those of the manifest and the launch record."""
-    found: list[tuple[int, int]] = []
-    while (
-        info := invoke("checking a plan", "cuKernelGetParamInfo", handle, len(found), end=_NO_SUCH_PARAMETER)
-    ) is not None:
-        found.append((int(info[0]), int(info[1])))
-    sizes = [PARAMETER_BYTES[parameter.type] for parameter in kernel.parameters]
-    if found != parameters or [size for _, size in found] != sizes:
-        raise PlanFileError(
-            f"plan {file.plan_id}",
-            f"kernel {kernel.name} has parameters {found} (offset, size), not {parameters} with sizes {sizes}",
-            "build it again",
-        )
+    shape: Shape
+    tensors: Tensors
+    scalars: tuple[float, float]
+    stream: int
+    captured: bool
+    audit: bool

@@ -12,8 +12,13 @@ DSA_PLAN_REFUSED_BUILDS empty                build ids that are never used, or b
                                              digits, separated by commas
 DSA_PLAN_TRUSTED_KEYS   empty                files of ed25519 public keys, separated as in PATH; if there are any,
                                              jobs use only layers that one of them has signed
+DSA_PLAN_COMPILE        never                what jobs do about a plan that no layer has: "never" compile, it is an
+                                             error; or compile what is "missing", where the compiler is installed
 DSA_PLAN_LAUNCH         graph                how a plan's kernels are launched: as one CUDA "graph", or, easier to
                                              follow in a profiler and slower on the host, as "kernels"
+DSA_PLAN_AUDIT          0                    "1": every launch is compared with those in flight on other streams, and
+                                             refused where two that nothing orders share memory
+DSA_PLAN_MODULE_BYTES   268435456 (256 MiB)  limit of the cubins that a process keeps loaded on a device, in bytes
 ======================= ==================== =========================================================================
 
 The default follows XDG_CACHE_HOME where that is set.
@@ -29,10 +34,13 @@ from pathlib import Path
 from dsa_planner.cache.layer import Policy
 from dsa_planner.errors import CacheError, UnsupportedError, shown
 
-__all__ = ["DEFAULT_CACHE_BYTES", "LAUNCHES", "Settings", "default_cache_dir"]
+__all__ = ["DEFAULT_CACHE_BYTES", "DEFAULT_MODULE_BYTES", "LAUNCHES", "Settings", "default_cache_dir"]
 
 DEFAULT_CACHE_BYTES = 1 << 30
+DEFAULT_MODULE_BYTES = 256 << 20
+COMPILES = ("never", "missing")
 LAUNCHES = ("graph", "kernels")
+AUDITS = ("0", "1")
 PERMISSIONS = ("strict", "any")
 _LEAST_DIGITS = 12  # of a refused build id: as many as tables show
 _FOLDER = "dsa-planner"
@@ -50,14 +58,17 @@ class Settings:
     launch: str = LAUNCHES[0]
     policy: Policy = field(default_factory=Policy)
     """What is refused of the layers."""
+    compile: str = COMPILES[0]
+    audit: bool = False
+    module_bytes: int = DEFAULT_MODULE_BYTES
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables.
 
         Raises:
-            UnsupportedError: DSA_PLAN_CACHE_BYTES is not a positive integer, a folder is relative to an unknown one, a
-                refused build is no beginning of a build id, or DSA_PLAN_LAUNCH or DSA_PLAN_PERMISSIONS is no such word.
+            UnsupportedError: a number of bytes is not a positive integer, a folder is relative to an unknown one, a
+                refused build is no beginning of a build id, or a variable of few words has another one.
         """
         env = os.environ if environment is None else environment
         read_only = _paths("DSA_PLAN_PATH", env)
@@ -66,17 +77,19 @@ class Settings:
             cache_dir = None
         else:
             cache_dir = _folder("DSA_PLAN_CACHE_DIR", chosen) if chosen else default_cache_dir(env)
-        limit = env.get("DSA_PLAN_CACHE_BYTES", "") or str(DEFAULT_CACHE_BYTES)
-        if not (limit.isascii() and limit.isdigit() and len(limit) <= _LONGEST_LIMIT and int(limit) > 0):
-            raise UnsupportedError(
-                f"DSA_PLAN_CACHE_BYTES={shown(limit)}",
-                f"it has to be a number of bytes, a positive integer of at most {_LONGEST_LIMIT} digits",
-                "use for example 1073741824",
-            )
         launch = _word("DSA_PLAN_LAUNCH", env, LAUNCHES)
         anyone_may_write = _word("DSA_PLAN_PERMISSIONS", env, PERMISSIONS) == "any"
         policy = Policy(anyone_may_write, _refused_builds(env), _paths("DSA_PLAN_TRUSTED_KEYS", env))
-        return cls(read_only, cache_dir, int(limit), launch, policy)
+        return cls(
+            read_only,
+            cache_dir,
+            _bytes("DSA_PLAN_CACHE_BYTES", env, DEFAULT_CACHE_BYTES),
+            launch,
+            policy,
+            compile=_word("DSA_PLAN_COMPILE", env, COMPILES),
+            audit=_word("DSA_PLAN_AUDIT", env, AUDITS) == "1",
+            module_bytes=_bytes("DSA_PLAN_MODULE_BYTES", env, DEFAULT_MODULE_BYTES),
+        )
 
     def require_cache_dir(self) -> Path:
         """The writable layer, for those who must write.
@@ -91,6 +104,18 @@ class Settings:
                 "set DSA_PLAN_CACHE_DIR to a folder",
             )
         return self.cache_dir
+
+
+def _bytes(variable: str, env: Mapping[str, str], default: int) -> int:
+    """The number of bytes that a variable has."""
+    text = env.get(variable, "") or str(default)
+    if not (text.isascii() and text.isdigit() and len(text) <= _LONGEST_LIMIT and int(text) > 0):
+        raise UnsupportedError(
+            f"{variable}={shown(text)}",
+            f"it has to be a number of bytes, a positive integer of at most {_LONGEST_LIMIT} digits",
+            "use for example 1073741824",
+        )
+    return int(text)
 
 
 def _word(variable: str, env: Mapping[str, str], words: tuple[str, ...]) -> str:

@@ -38,6 +38,14 @@ def compiled(config: dict[str, object]):  # type: ignore[no-untyped-def]
     return compile_plan(config).plan
 
 
+@pytest.fixture(scope="session")
+def compiled_v2():  # type: ignore[no-untyped-def]
+    """A plan that draws rows by tickets, compiled once a session."""
+    from dsa_planner.compiler import compile_plan
+
+    return compile_plan({"backend": "sm90_v2", "arch": "sm_90a", "topk": 128, "d_weights": "fp32"}).plan
+
+
 @pytest.fixture
 def layer(compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # type: ignore[no-untyped-def]
     """A layer that holds the compiled plan, and that the settings name as read-only."""

@@ -1,6 +1,6 @@
 """A CUDA driver made of Python, for testing the runtime without a GPU.
 
-It has one device, keeps what it is asked to load and launch, and reads the launch parameters from memory as the real
+Its devices are alike. It keeps what it is asked to load and launch, and reads the launch parameters from memory as the real
 driver does, so that a test sees the values that a kernel would see. Types and enumerations are those of cuda.bindings.
 """
 
@@ -50,6 +50,7 @@ class FakeDriver:
         self.pushed: list[int] = []
         self.kernels: dict[int, cubin_reader.CubinKernel] = {}
         self.launches: list[Launch] = []
+        self.launch_contexts: list[int] = []
         self.encodes: list[tuple[Any, ...]] = []
         self.moves: list[int] = []
         self.shared_limits: dict[str, int] = {}
@@ -61,6 +62,19 @@ class FakeDriver:
         self.graphs: list[Any] = []
         self.executables: dict[int, list[Launch]] = {}
         self.graph_launches: list[int] = []
+        self.permanent = {0, 1}
+        """Streams that torch made."""
+        self.pool: dict[int, tuple[int, int]] = {}
+        """Address -> (bytes, stream) of what is allocated from the pool now."""
+        self.pool_history: list[tuple[str, int, int]] = []
+        self.out_of_memory = 0  # how many allocations will fail
+        self.slabs: list[int] = []
+        self.contexts: dict[int, int] = {}
+        self.unloaded = 0
+        self.events: dict[int, int] = {}
+        self.unfinished: set[int] = set()
+        """Streams that never end what is on them."""
+        self.synchronised: list[int] = []
         self.change_parameters: Callable[[str, list[tuple[int, int]]], list[tuple[int, int]]] = lambda symbol, found: (
             found
         )
@@ -91,7 +105,7 @@ class FakeDriver:
         }[attribute]
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
-        return SUCCESS, CONTEXT
+        return SUCCESS, CONTEXT + device
 
     def cuCtxGetCurrent(self) -> tuple[Any, ...]:
         return SUCCESS, self.current_context
@@ -102,8 +116,11 @@ class FakeDriver:
         return (SUCCESS,)
 
     def cuCtxPopCurrent(self) -> tuple[Any, ...]:
-        self.current_context = self.pushed.pop()
-        return SUCCESS, CONTEXT
+        popped, self.current_context = self.current_context, self.pushed.pop()
+        return SUCCESS, popped
+
+    def _require_context(self) -> None:
+        assert 0 <= self.current_context - CONTEXT < self.devices, "the driver needs a context of a device"
 
     def cuLibraryLoadData(self, code: bytes, *options: Any) -> tuple[Any, ...]:
         return SUCCESS, cubin_reader.inspect(code)
@@ -128,13 +145,13 @@ class FakeDriver:
         return (SUCCESS,)
 
     def cuKernelGetFunction(self, handle: int) -> tuple[Any, ...]:
-        assert self.current_context == CONTEXT, "a kernel is loaded into the current context"
+        self._require_context()
         return SUCCESS, handle
 
     def cuTensorMapEncodeTiled(
         self, element: Any, rank: int, address: int, extents: Any, *rest: Any
     ) -> tuple[Any, ...]:
-        assert self.current_context == CONTEXT, "the driver needs a context"
+        self._require_context()
         self.encodes.append((element, rank, address, [int(extent) for extent in extents], *rest))
         encoded = real.CUtensorMap()
         ctypes.memmove(encoded.getPtr(), struct.pack("<QQ112x", address, len(self.encodes)), 128)
@@ -158,11 +175,80 @@ class FakeDriver:
         return Launch(kernel.symbol, grid, block, shared_bytes, 0, values)
 
     def cuLaunchKernelEx(self, config: Any, function: int, parameters: int, extra: int) -> tuple[Any, ...]:
-        assert self.current_context == CONTEXT, "a kernel is launched in the device's context"
+        self._require_context()
         launch = self.read(function, config.gridDimX, config.blockDimX, config.sharedMemBytes, parameters)
         if self.launch_status == SUCCESS:
             self.launches.append(replace(launch, stream=int(config.hStream)))
+            self.launch_contexts.append(self.current_context)
         return (self.launch_status,)
+
+    def cuMemPoolCreate(self, properties: Any) -> tuple[Any, ...]:
+        return SUCCESS, 0xB00
+
+    def cuMemPoolSetAttribute(self, pool: int, attribute: Any, value: Any) -> tuple[Any, ...]:
+        return (SUCCESS,)
+
+    def cuMemAlloc(self, size: int) -> tuple[Any, ...]:
+        self._require_relaxed()
+        self.slabs.append(size)
+        return SUCCESS, 0x7_0000_0000 * len(self.slabs)
+
+    def cuMemAllocFromPoolAsync(self, size: int, pool: int, stream: int) -> tuple[Any, ...]:
+        self._require_relaxed()
+        if self.out_of_memory:
+            self.out_of_memory -= 1
+            return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        taken = sorted(self.pool)
+        address = 0x5_0000_0000 if not taken else taken[-1] + (1 << 31)
+        self.pool[address] = (size, stream)
+        self.pool_history.append(("take", address, stream))
+        return SUCCESS, address
+
+    def cuMemFreeAsync(self, address: int, stream: int) -> tuple[Any, ...]:
+        self._require_relaxed()
+        assert self.pool.pop(address)[1] == stream, "it is given back in the order of its own stream"
+        self.pool_history.append(("give", address, stream))
+        return (SUCCESS,)
+
+    def cuStreamGetCtx(self, stream: int) -> tuple[Any, ...]:
+        return SUCCESS, self.contexts.get(stream, CONTEXT)
+
+    def cuStreamGetDevice(self, stream: int) -> tuple[Any, ...]:
+        raise RuntimeError('Function "cuStreamGetDevice" not found')
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        return SUCCESS, self.cuStreamIsCapturing(stream)[1], 12, None, None, None, 0
+
+    def cuLibraryUnload(self, library: Any) -> tuple[Any, ...]:
+        self.unloaded += 1
+        return (SUCCESS,)
+
+    def cuEventCreate(self, flags: Any) -> tuple[Any, ...]:
+        self.events[len(self.events) + 1] = 0
+        return SUCCESS, len(self.events)
+
+    def cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
+        self._require_relaxed()
+        assert stream not in self.capturing
+        self.events[event] = stream
+        return (SUCCESS,)
+
+    def cuEventQuery(self, event: int) -> tuple[Any, ...]:
+        self._require_relaxed()
+        return (real.CUresult.CUDA_ERROR_NOT_READY if self.events[event] in self.unfinished else SUCCESS,)
+
+    def cuEventSynchronize(self, event: int) -> tuple[Any, ...]:
+        self._require_relaxed()
+        self.synchronised.append(self.events[event])
+        return (SUCCESS,)
+
+    def cuEventDestroy(self, event: int) -> tuple[Any, ...]:
+        assert event in self.events
+        return (SUCCESS,)
+
+    def _require_relaxed(self) -> None:
+        relaxed = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        assert self.capture_mode == relaxed, "it would end a capture of any thread"
 
     def cuStreamGetId(self, stream: int) -> tuple[Any, ...]:
         return SUCCESS, self.stream_ids.get(stream, stream)
@@ -199,10 +285,11 @@ class FakeDriver:
         return (self.graph_status,)
 
     def cuGraphLaunch(self, executable: int, stream: int) -> tuple[Any, ...]:
-        assert self.current_context == CONTEXT, "a graph is launched in the device's context"
+        self._require_context()
         assert stream not in self.capturing
         if self.launch_status == SUCCESS:
             self.launches += [replace(launch, stream=stream) for launch in self.executables[executable]]
+            self.launch_contexts += [self.current_context] * len(self.executables[executable])
             self.graph_launches.append(executable)
         return (self.launch_status,)
 
@@ -224,11 +311,17 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     """Put a fake driver in the place of the real one, with tensors of the CPU counting as those of device 0."""
     import torch
 
-    from dsa_planner import driver, launch_block, launch_graph, operators, plan, streams
+    from dsa_planner import audit, device_memory, driver, launch_block, launch_graph, modules, operators, plan, streams
 
-    for module in (driver, launch_block, launch_graph, plan):
+    for module in (audit, device_memory, driver, launch_block, launch_graph, modules, plan, streams):
         monkeypatch.setattr(module, "cu", fake)
-    monkeypatch.setattr(driver, "_devices", {})
+    for module, name in (
+        (driver, "_devices"), (device_memory, "_memories"), (device_memory, "_private_captures"),
+        (modules, "_modules"), (modules, "_unloaded"), (audit, "_in_flight"), (streams, "_permanent"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(driver, "_started_by", 0)
+    monkeypatch.setattr(streams, "is_permanent", lambda handle, device: handle in fake.permanent)
     monkeypatch.setattr(operators, "_plans", {})
     monkeypatch.setattr(streams, "_current_handle", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)

@@ -46,6 +46,7 @@ def test_the_signature_is_that_of_the_peers_wrapper() -> None:
     keyword_only = [(p.name, p.default) for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert keyword_only == [
         ("backend", "default"), ("workspace", None), ("deterministic", False), ("deterministic_dk_planes", 96),
+        ("audit", None),
     ]  # fmt: skip
 
 
@@ -403,10 +404,12 @@ def test_tensors_on_the_cpu_or_on_two_devices(
 def test_the_per_thread_default_stream_takes_no_memory_from_torch(
     fake: fake_driver.FakeDriver, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises(dsa_planner.UnsupportedError, match="stream 2, the per-thread default stream"):
-        dsa_planner.indexer_backward(**arguments, stream=2)
-    dsa_planner.indexer_backward(**arguments, stream=2, workspace=torch.zeros(40960, dtype=torch.uint8))
+    inputs = {name: value for name, value in arguments.items() if not name.startswith("d_")}
+    with pytest.raises(dsa_planner.UnsupportedError, match="stream 2, the per-thread default stream: outputs for it"):
+        dsa_planner.indexer_backward(**inputs, stream=2)
+    dsa_planner.indexer_backward(**arguments, stream=2)
     assert {launch.stream for launch in fake.launches} == {2}
+    assert {stream for _, _, stream in fake.pool_history} == {2}, "scratch comes from the driver"
 
 
 def test_streams_are_taken_as_callers_have_them(fake: fake_driver.FakeDriver, arguments: dict[str, Any]) -> None:
@@ -433,11 +436,16 @@ def test_a_stream_of_another_device_is_refused(fake: fake_driver.FakeDriver, arg
 
     with pytest.raises(dsa_planner.DeviceMismatchError, match="stream of cuda:1: this launch runs on cuda:0"):
         dsa_planner.indexer_backward(**arguments, stream=Elsewhere())
-    assert fake.launches == []
+    fake.contexts[0x77] = fake_driver.CONTEXT + 1
+    with pytest.raises(dsa_planner.DeviceMismatchError, match="stream 0x77 of another context: this launch runs on"):
+        dsa_planner.indexer_backward(**arguments, stream=0x77)
+    fake.cuStreamGetDevice = lambda stream: (fake_driver.SUCCESS, 0)  # type: ignore[method-assign]
+    dsa_planner.indexer_backward(**arguments, stream=0x77)
+    assert {launch.stream for launch in fake.launches} == {0x77}, "a green context is another context of the device"
 
 
 @pytest.mark.parametrize(("stream", "expected"), [(0, "default"), (1, "default"), (55, 55), (9, None), (None, None)])
-def test_memory_comes_from_the_launch_streams_pool(
+def test_outputs_come_from_the_launch_streams_pool(
     fake: fake_driver.FakeDriver,
     arguments: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -462,7 +470,7 @@ def test_memory_comes_from_the_launch_streams_pool(
     monkeypatch.setattr(torch.cuda, "stream", enter)
     given = {name: value for name, value in arguments.items() if name != "d_weights"}
     dsa_planner.indexer_backward(**given, stream=stream)
-    assert entered == ([] if expected is None else [expected] * 2), "once for outputs, once for the workspace"
+    assert entered == ([] if expected is None else [expected])
     assert {launch.stream for launch in fake.launches} == {9 if stream is None else stream}
 
 
