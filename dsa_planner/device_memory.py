@@ -6,7 +6,7 @@ process ever has. What one stream owns is safe without waiting, because a stream
 
 * **Counters** lie in one slab a device, 16 bytes each, a stream's first launch taking the next one. The launch zeroes
   it.
-* **Scratch** of up to 64 MiB is kept for the 16 streams that came first; it is replaced by larger scratch in the
+* **Scratch** of up to 128 MiB is kept for the 16 streams that came first; it is replaced by larger scratch in the
   stream's own order.
 * Everything else (further streams once the slab is given out, further or larger scratch) is **lent** for one launch:
   taken from a pool of the driver and given back in the order of the stream, so that it is never in two launches at
@@ -39,9 +39,11 @@ COUNTERS = 65_536
 COUNTER_BYTES = 16
 KEEPING_STREAMS = 16
 """Streams of a device that keep their scratch."""
-MOST_KEPT_BYTES = 64 << 20
+MOST_KEPT_BYTES = 128 << 20
 """Of scratch, for a stream."""
-_IDLE_POOL_BYTES = 256 << 20  # that the pool keeps when the device is synchronised
+_IDLE_POOL_BYTES = (
+    1280 << 20
+)  # that the pool keeps when the device is synchronised: a reproducible d_index_k takes 1 GiB
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 _LEGACY = -1  # in the place of an id: the default stream, whichever handle names it

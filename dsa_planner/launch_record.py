@@ -6,7 +6,7 @@ number is kept by hand. It has
 * ``kernels``, in launch order: ``name``; ``grid`` (CTAs, an expression), ``block`` (threads) and ``shared_bytes``
   (dynamic shared memory); ``parameters``, in the kernel's order; optionally ``when``, the call that it is launched for;
 * ``buffers``: scratch of a launch: ``name``, ``bytes`` (an expression), optionally ``when`` it is needed, and ``else``,
-  the tensor that stands in for it when not;
+  the tensor that stands in for it when not; the name ``ticket`` is for the counter from which rows are drawn;
 * optionally ``values``, further launch values: ``name`` and ``value`` (an expression over those before it).
 
 Parameter types: ``pointer`` (the tensor or buffer of that name), ``int32`` and ``float32`` (the launch value of that

@@ -10,14 +10,14 @@ by shape. Where the caller brings no workspace, memory is the stream's own (``de
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from dsa_planner import dlpack, envelope, streams
 from dsa_planner.arguments import ArgumentCheck, Tensors, dtype_name
 from dsa_planner.audit import audited
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.device_memory import captured_scratch, memory_of
+from dsa_planner.device_memory import StreamMemory, captured_scratch, memory_of
 from dsa_planner.driver import cu, device, name_of_failure, refuse_fork
 from dsa_planner.errors import CaptureError, DeviceMismatchError, DriverError, PlanFileError, UnsupportedError, shown
 from dsa_planner.launch_block import Block, BlockLayout, Shape, spans_of, workspace_bytes
@@ -33,7 +33,6 @@ __all__ = ["Plan"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _MOST_BLOCKS = 16  # streams whose launch parameters a plan keeps
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Plan:
@@ -98,7 +97,9 @@ class Plan:
         self._shape: Shape | None = None  # of the last launch
         self._constants = {name: self.config[name] for name in ("heads", "head_dim", "topk")}
         self._constants["multiprocessors"] = target.multiprocessors
-        self._launches = {"launches": 0, "captured": 0}
+        self.launches = 0
+        """Launches so far; from several threads at once, roughly. ``captured`` of them were under stream capture."""
+        self.captured = 0
 
     def __repr__(self) -> str:
         backend, arch, topk = (self.config[name] for name in ("backend", "arch", "topk"))
@@ -132,8 +133,9 @@ class Plan:
         return self
 
     def stats(self) -> dict[str, int | bool]:
-        """Launches so far (from several threads at once, roughly), those under capture, and whether it is loaded."""
-        return {**self._launches, "loaded": self._module.functions is not None, "stays": self._module.stays}
+        """How often it was launched, how often of these under capture, and whether its cubin is loaded, and stays."""
+        loaded = self._module.functions is not None
+        return {"launches": self.launches, "captured": self.captured, "loaded": loaded, "stays": self._module.stays}
 
     def forget_functions(self) -> None:
         """Free the graphs of launches, whose functions are about to be unloaded; for ``modules``."""
@@ -255,24 +257,31 @@ class Plan:
         audit: bool | None = None,
     ) -> None:
         """``launch`` after the checks of tensors (``shape_of``) and scalars, for callers in this package."""
+        if audit is None:
+            audit = self._audit
         # A thread that has not used the GPU yet has no context, and without one no tensor map can be encoded.
         status, context = cu.cuCtxGetCurrent()
         if status == _SUCCESS and int(context) == self._target.context_address:
-            self._launch(shape, tensors, (sm_scale, loss_coeff), workspace, stream, audit)
+            self._launch(shape, tensors, sm_scale, loss_coeff, workspace, stream, audit)
         else:
             refuse_fork()
             with self._target.current():
-                self._launch(shape, tensors, (sm_scale, loss_coeff), workspace, stream, audit)
+                self._launch(shape, tensors, sm_scale, loss_coeff, workspace, stream, audit)
 
     def _launch(
         self,
         shape: Shape,
         tensors: Tensors,
-        scalars: tuple[float, float],
+        sm_scale: float,
+        loss_coeff: float,
         workspace: torch.Tensor | None,
         stream: int,
-        audit: bool | None,
+        audit: bool,
     ) -> None:
+        """Find the functions, the block and the memory of a launch, and run it.
+
+        Everything here runs at every launch, so it is one function where two would read better.
+        """
         module = self._module
         token = object()
         module.launching[token] = None
@@ -280,74 +289,69 @@ class Plan:
             captured = is_captured(stream)
             if captured:
                 module.stays = True
-                self._launches["captured"] += 1
+                self.captured += 1
             functions = module.functions or self._functions_again(captured)
-            audit = (self._audit if audit is None else audit) and not captured
-            launch = _Launch(shape, tensors, scalars, stream, captured, audit)
             block = self._blocks.pop(stream, None) or self._new_block(stream)
+            owner: StreamMemory | None = None
+            base = lent = 0
             try:
-                self._run_where_there_is_memory(launch, block, functions, workspace)
+                addresses = [tensor.data_ptr() for tensor in tensors]
+                if needed := shape.workspace_bytes:
+                    if workspace is not None:
+                        if not self.check.workspace_ok(workspace, needed):
+                            workspace = self._workspace_of_another_library(workspace, needed, stream)
+                        base = workspace.data_ptr()
+                    elif captured:
+                        workspace = captured_scratch(needed, tensors[2], stream, self.device)
+                        base = workspace.data_ptr()
+                    else:
+                        memory = self._memory.of(stream)
+                        memory.lock.acquire()
+                        owner = memory
+                        base = (
+                            memory.counter if shape.needs_only_a_counter else self._memory.kept(memory, needed, stream)
+                        )
+                        if not base:
+                            base = lent = self._memory.lend(needed, stream)
+                for offset in shape.offsets:
+                    addresses.append(base + offset)
+                block.pack(shape, addresses, sm_scale, loss_coeff)
+                # Autograd counts writes, to notice that a tensor which it saved has changed since.
+                self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
+                as_graph = self._as_graph and not captured and len(shape.kernels) > 1
+                if audit and not captured:
+                    with audited(self.device, stream, spans_of(shape, addresses)):
+                        self._hand_over(block, shape, functions, stream, as_graph)
+                else:
+                    self._hand_over(block, shape, functions, stream, as_graph)
             except BaseException:  # what the block now holds is unknown
                 block.close()
                 raise
+            finally:
+                if owner is not None:
+                    if lent:
+                        self._memory.give_back(lent, stream)
+                    owner.lock.release()
+            self.launches += 1
+            module.touch()
             self._keep(block, stream)
         finally:
             del module.launching[token]
 
-    def _run_where_there_is_memory(
-        self, launch: _Launch, block: Block, functions: list[Any], workspace: torch.Tensor | None
-    ) -> None:
-        shape = launch.shape
-        addresses = [tensor.data_ptr() for tensor in launch.tensors]
-        needed = shape.workspace_bytes
-        if not needed:
-            self._run(launch, block, functions, addresses + shape.buffers_in(0))
-        elif workspace is not None:
-            if not self.check.workspace_ok(workspace, needed):
-                workspace = dlpack.as_tensor("workspace", workspace, launch.stream)
-                if not self.check.workspace_ok(workspace, needed):
-                    self.check.explain_workspace(workspace, needed)
-            self._run(launch, block, functions, addresses + shape.buffers_in(workspace.data_ptr()))
-        elif launch.captured:
-            scratch = captured_scratch(needed, launch.tensors[2], launch.stream, self.device)
-            self._run(launch, block, functions, addresses + shape.buffers_in(scratch.data_ptr()))
+    def _workspace_of_another_library(self, workspace: Any, needed: int, stream: int) -> torch.Tensor:
+        """A workspace that is no torch tensor as one, or an error that says what is wrong with it."""
+        found = dlpack.as_tensor("workspace", workspace, stream)
+        if not self.check.workspace_ok(found, needed):
+            self.check.explain_workspace(found, needed)
+        return found
+
+    def _hand_over(self, block: Block, shape: Shape, functions: list[Any], stream: int, as_graph: bool) -> None:
+        if as_graph:
+            status = block.graph(shape, functions).launch(stream)
+            if status != _SUCCESS:
+                raise self._refused("the kernels", status)
         else:
-            self._run_in_own_memory(launch, block, functions, addresses)
-
-    def _run_in_own_memory(self, launch: _Launch, block: Block, functions: list[Any], addresses: list[int]) -> None:
-        """Launch with what the stream owns, or else with memory lent for this one launch."""
-        shape, stream = launch.shape, launch.stream
-        memory = self._memory.of(stream)
-        with memory.lock:
-            if shape.needs_only_a_counter:
-                own = [memory.counter] if memory.counter else None
-            else:
-                scratch = self._memory.kept(memory, shape.workspace_bytes, stream)
-                own = shape.buffers_in(scratch) if scratch else None
-            if own is not None:
-                self._run(launch, block, functions, addresses + own)
-                return
-        lent = self._memory.lend(shape.workspace_bytes, stream)
-        try:
-            self._run(launch, block, functions, addresses + shape.buffers_in(lent))
-        finally:
-            self._memory.give_back(lent, stream)
-
-    def _run(self, launch: _Launch, block: Block, functions: list[Any], addresses: list[int]) -> None:
-        """Pack a launch, and have the driver do it."""
-        shape, stream = launch.shape, launch.stream
-        block.pack(shape, addresses, *launch.scalars)
-        # Autograd counts writes, to notice that a tensor which it saved has changed since.
-        tensors = launch.tensors
-        self.check.count_write((tensors[3], tensors[7], tensors[8], tensors[9]))
-        self._launches["launches"] += 1
-        with audited(self.device, stream, spans_of(shape, addresses)) if launch.audit else _NOTHING:
-            if not self._as_graph or launch.captured or len(shape.kernels) < 2:
-                self._launch_kernels(block, shape, functions, stream)
-            else:
-                status = block.graph(shape, functions).launch(stream)
-                if status != _SUCCESS:
-                    raise self._refused("the kernels", status)
+            self._launch_kernels(block, shape, functions, stream)
 
     def _launch_kernels(self, block: Block, shape: Shape, functions: list[Any], stream: int) -> None:
         handle = cu.CUstream(stream)
@@ -385,20 +389,8 @@ class Plan:
 
     def _keep(self, block: Block, stream: int) -> None:
         """Keep a block for the stream's next launch, unless another thread has kept one for it in the meantime."""
-        self._module.touch()
         if self._blocks.setdefault(stream, block) is not block:
             block.close()
         while len(self._blocks) > _MOST_BLOCKS:
             with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
                 self._blocks.pop(next(iter(self._blocks))).close()
-
-
-class _Launch(NamedTuple):
-    """What does not change while a launch looks for its memory."""
-
-    shape: Shape
-    tensors: Tensors
-    scalars: tuple[float, float]
-    stream: int
-    captured: bool
-    audit: bool

@@ -321,6 +321,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(driver, "_started_by", 0)
+    monkeypatch.setattr(modules, "_waits", 0)
     monkeypatch.setattr(streams, "is_permanent", lambda handle, device: handle in fake.permanent)
     monkeypatch.setattr(operators, "_plans", {})
     monkeypatch.setattr(streams, "_current_handle", lambda device: 0)

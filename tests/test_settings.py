@@ -51,6 +51,22 @@ def test_folders_are_absolute_and_may_begin_with_the_home_folder(
     assert Settings.from_environment({"DSA_PLAN_CACHE_DIR": "/x"}).cache_dir == Path("/x")
 
 
+def test_what_jobs_do_is_read() -> None:
+    default = Settings.from_environment({})
+    assert (default.compile, default.audit, default.module_bytes) == ("never", False, 256 << 20)
+    chosen = {"DSA_PLAN_COMPILE": "missing", "DSA_PLAN_AUDIT": "1", "DSA_PLAN_MODULE_BYTES": "5000"}
+    settings = Settings.from_environment(chosen)
+    assert (settings.compile, settings.audit, settings.module_bytes) == ("missing", True, 5000)
+    for name, value, message in (
+        ("DSA_PLAN_COMPILE", "always", "DSA_PLAN_COMPILE='always': it has to be never or missing; unset it"),
+        ("DSA_PLAN_AUDIT", "yes", "DSA_PLAN_AUDIT='yes': it has to be 0 or 1; unset it"),
+        ("DSA_PLAN_MODULE_BYTES", "0", "DSA_PLAN_MODULE_BYTES='0': it has to be a number of bytes"),
+        ("DSA_PLAN_MODULE_BYTES", "1G", "DSA_PLAN_MODULE_BYTES='1G': it has to be a number of bytes"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            Settings.from_environment({name: value})
+
+
 def test_none_means_no_writable_layer() -> None:
     settings = Settings.from_environment({"DSA_PLAN_CACHE_DIR": "none"})
     assert settings.cache_dir is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,3 +240,26 @@ def test_a_cpu_tensor_has_no_gradient_here() -> None:
 
 def test_importing_the_module_twice_registers_once() -> None:
     assert importlib.import_module("dsa_planner.torch_ops") is torch_ops
+
+
+def test_the_documented_training_loop_compares_one_loss(oracle_backward: list[dict[str, Any]]) -> None:
+    """docs/training_loop.py in small, on the CPU: both ways give the same loss and gradients."""
+    source = Path(torch_ops.__file__).resolve().parents[1] / "docs" / "training_loop.py"
+    spec = importlib.util.spec_from_file_location("training_loop", source)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    loop = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loop)
+    loop.BATCH, loop.S_Q, loop.S_K, loop.HIDDEN = 1, 4, 300, 16
+    torch.manual_seed(0)
+    queries, keys = torch.randn(1, 4, 16), torch.randn(1, 300, 16)
+    ids = torch.rand(1, 4, 300).topk(loop.TOPK).indices.to(torch.int32)
+    target = loop.index_score(*loop.Indexer(1)(queries, keys), ids).detach()
+    found = []
+    for loss in (loop.torch_loss, loop.plan_loss("sm90_v2")):
+        student = loop.Indexer(2)
+        value = loss(*student(queries, keys), target, ids)
+        value.backward()
+        found.append((value, [parameter.grad for parameter in student.parameters()]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-8)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert oracle.rms_error(other, one.double()) < 5e-3

@@ -40,6 +40,7 @@ def modules_after(statement: str, banned: set[str] = frozenset()) -> set[str]:  
     [
         "import dsa_planner",
         "from dsa_planner import indexer_backward, load_plan, Plan",
+        "from dsa_planner import indexer_loss, require, torch_ops; indexer_backward = None",
         "from dsa_planner import PlanNotFoundError; from dsa_planner.locate import find_plan, search_path",
         "from dsa_planner.kernels import catalogue, oracle; from dsa_planner.cache import layer, listing, planfile, search",
         "from dsa_planner import envelope, identity; identity.plan_id_of(envelope.plan_config({'topk':128,'arch':'sm_90a'}))",
@@ -53,7 +54,8 @@ def test_the_run_side_needs_none_of_the_build_sides_packages(statement: str) -> 
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    assert not modules_after("import dsa_planner") & (BUILD_ONLY | {"torch", "cuda", "numpy"})
+    for statement in ("import dsa_planner", "import dsa_planner; assert dsa_planner.stats()['plans'] == []"):
+        assert not modules_after(statement) & (BUILD_ONLY | {"torch", "cuda", "numpy"})
 
 
 def test_a_run_side_process_finds_a_plan_without_the_build_side(layer: Path) -> None:
