@@ -230,7 +230,13 @@ def test_a_forked_child_is_refused_with_the_way_out(fake: fake_driver.FakeDriver
         said = []
         unready = (fake_driver.real.CUresult.CUDA_ERROR_NOT_INITIALIZED, None)
         fake.cuCtxGetCurrent = lambda: unready  # type: ignore[method-assign]
-        for call in (lambda: dsa_planner.load_plan(128), lambda: plan.launch(**arguments), plan.prepare, driver.start):
+        for call in (
+            lambda: dsa_planner.load_plan(128),
+            lambda: plan.launch(**arguments),
+            plan.prepare,
+            driver.start,
+            lambda: driver.device(0),
+        ):
             try:
                 call()
                 said.append("no error")
@@ -243,7 +249,7 @@ def test_a_forked_child_is_refused_with_the_way_out(fake: fake_driver.FakeDriver
     with os.fdopen(reader) as answers:
         lines = answers.read().splitlines()
     os.waitpid(child, 0)
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         assert line.startswith("DriverError CUDA in process")
         assert 'and CUDA does not survive a fork; start workers with the method "spawn" or "forkserver"' in line
