@@ -252,7 +252,11 @@ def _is_private(address: int, device: int) -> bool:
     """Whether memory of torch's allocator lies in the pool of a graph, or in one that the caller chose."""
     import torch
 
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+    try:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the allocator of cudaMallocAsync, whose memory is the graph's in any capture, and others
+        return True
+    for segment in segments:
         start = segment["address"]
         if segment["device"] == device and start <= address < start + segment["total_size"]:
             return tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
