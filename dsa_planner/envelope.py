@@ -199,6 +199,7 @@ def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int
         type(sm_scale) is type(loss_coeff) is float
         and FLOAT32_MIN <= sm_scale <= FLOAT32_MAX
         and (FLOAT32_MIN <= loss_coeff <= FLOAT32_MAX or -FLOAT32_MAX <= loss_coeff <= -FLOAT32_MIN)
+        and type(block_I) is int
         and block_I in row.block_I
         and type(topk_indices_global) is bool
     ):
@@ -217,7 +218,13 @@ def check_scalars(row: Support, sm_scale: float, loss_coeff: float, block_I: int
             f"loss_coeff must be 0, or of a size between {limits}",
             "use for example 1.0",
         )
-    _check_value("block_I", block_I, row.block_I, row)
+    if type(block_I) is not int or block_I not in row.block_I:
+        raise refusal(
+            "block_I",
+            block_I,
+            f"backend {row.backend} for {row.arch} takes block_I {describe(row.block_I)}",
+            row.block_I,
+        )
     if type(topk_indices_global) is not bool:
         raise UnsupportedError(
             f"topk_indices_global={shown(topk_indices_global)}",

@@ -259,6 +259,8 @@ class Plan:
         """``launch`` after the checks of tensors (``shape_of``) and scalars, for callers in this package."""
         if audit is None:
             audit = self._audit
+        elif type(audit) is not bool:
+            raise UnsupportedError(f"audit={shown(audit)}", "it must be True, False or None", "pass bool(audit)")
         # A thread that has not used the GPU yet has no context, and without one no tensor map can be encoded.
         status, context = cu.cuCtxGetCurrent()
         if status == _SUCCESS and int(context) == self._target.context_address:

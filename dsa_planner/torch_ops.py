@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsa_planner import envelope, loss, operators
-from dsa_planner.arguments import dtype_name
+from dsa_planner.arguments import dtype_name, require_tensor
 from dsa_planner.errors import DeviceMismatchError, UnsupportedError
 
 __all__ = ["indexer_loss"]
@@ -221,6 +221,7 @@ def _check(tensors: tuple[torch.Tensor, ...]) -> None:
     """Refuse tensors whose shape, dtype or device does not fit the others'."""
     extents: dict[str, int] = {}
     for (name, symbols), tensor in zip(_SHAPES.items(), tensors, strict=True):
+        require_tensor(name, tensor)
         if tensor.dim() != len(symbols):
             raise UnsupportedError(
                 f"{name} of shape {tuple(tensor.shape)}",

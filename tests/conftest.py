@@ -55,3 +55,13 @@ def layer(compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  #
     WritableLayer(root, 1 << 30).publish(compiled)
     monkeypatch.setenv("DSA_PLAN_PATH", str(root))
     return root
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, layer: Path):  # type: ignore[no-untyped-def]
+    """A driver made of Python in the real one's place, and a layer that holds the compiled plan."""
+    import fake_driver
+
+    driver = fake_driver.FakeDriver()
+    fake_driver.install(monkeypatch, driver)
+    return driver

@@ -110,3 +110,10 @@ def test_events_of_ended_launches_are_given_back(fake: fake_driver.FakeDriver) -
     for stream in range(100, 150):
         plan.launch(**given, stream=stream, audit=True)
     assert len(destroyed) == len(fake.events) - 1
+
+
+@pytest.mark.parametrize("audit", [1, "yes", torch.zeros(2)])
+def test_it_is_on_or_off(fake: fake_driver.FakeDriver, audit: Any) -> None:
+    with pytest.raises(dsa_planner.UnsupportedError, match=r"audit=.*: it must be True, False or None"):
+        dsa_planner.load_plan(128).launch(**lane(0), audit=audit)
+    assert not fake.launches

@@ -24,13 +24,6 @@ from dsa_planner.plan import Plan  # noqa: E402
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver:
-    fake = fake_driver.FakeDriver()
-    fake_driver.install(monkeypatch, fake)
-    return fake
-
-
 class Launcher:
     """Launches a plan, and says which addresses its counter and its accumulator had."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from dsa_cases import outputs  # noqa: E402
 
 import dsa_planner  # noqa: E402
 from dsa_planner.launch_record import TENSORS  # noqa: E402
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver:
-    fake = fake_driver.FakeDriver()
-    fake_driver.install(monkeypatch, fake)
-    return fake
 
 
 class Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ import dsa_planner  # noqa: E402
 from dsa_planner import driver, modules, operators  # noqa: E402
 from dsa_planner.cache.planfile import PlanFile  # noqa: E402
 from dsa_planner.plan import Plan  # noqa: E402
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver:
-    fake = fake_driver.FakeDriver()
-    fake_driver.install(monkeypatch, fake)
-    return fake
 
 
 @pytest.fixture

@@ -17,13 +17,6 @@ import dsa_planner  # noqa: E402
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver:
-    fake = fake_driver.FakeDriver()
-    fake_driver.install(monkeypatch, fake)
-    return fake
-
-
-@pytest.fixture
 def arguments() -> dict[str, Any]:
     case = dsa_cases.make(2, 6, 40, 128)
     return {

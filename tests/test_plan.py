@@ -27,13 +27,6 @@ from dsa_planner.plan import Plan  # noqa: E402
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, layer: Path) -> fake_driver.FakeDriver:
-    fake = fake_driver.FakeDriver()
-    fake_driver.install(monkeypatch, fake)
-    return fake
-
-
 def test_a_launch_hands_every_kernel_its_parameters(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
     plan = dsa_planner.load_plan(128)
     case = dsa_cases.make(3, 50, 77, 128, loss_coeff=3.0)

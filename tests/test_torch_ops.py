@@ -214,6 +214,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a negative scale": ({"sm_scale": lambda a: -1.0}, "sm_scale=-1.0: sm_scale must be positive"),
     "no such backend": ({"backend": lambda a: "v2"}, "backend='v2'"),
+    "sparse ids": (
+        {"topk_indices": lambda a: a["topk_indices"].to_sparse()},
+        "topk_indices of type Tensor: it must be a dense torch tensor",
+    ),
     "another device": (
         {"index_k": lambda a: a["index_k"].to("meta")},
         "index_k on meta: index_q is on cpu; move index_k to cpu",
