@@ -37,9 +37,9 @@ def ordinal_of(array: Any) -> int:
     """The ordinal of an array's device; -1 where that cannot be told or is no CUDA device."""
     try:
         device, ordinal = array.__dlpack_device__()
+        return int(ordinal) if int(device) == _CUDA else -1
     except Exception:  # whatever another library raises; as_tensor will say so
         return -1
-    return int(ordinal) if int(device) == _CUDA else -1
 
 
 def as_tensors(tensors: Sequence[Any], workspace: Any, stream: int) -> tuple[list[Any], Any]:

@@ -120,6 +120,14 @@ def test_what_does_not_come_through_is_named(fake: fake_driver.FakeDriver) -> No
         dsa_planner.DeviceMismatchError, match=r"index_q of type .* on DLPack device \(1, 0\).*move index_q to a GPU"
     ):
         dsa_planner.indexer_backward(**{**given, "index_q": OnCpu(given["index_q"])})
+
+    class Odd(JaxArray):
+        device = ("gpu", 0)  # type: ignore[assignment]
+
+    with pytest.raises(
+        dsa_planner.UnsupportedError, match=r"index_q of type .*does not come through DLPack \(ValueError"
+    ):
+        dsa_planner.indexer_backward(**{**given, "index_q": Odd(given["index_q"])})
     with pytest.raises(dsa_planner.UnsupportedError, match="index_k of dtype fp64"):
         plan.launch(**{**given, "index_k": JaxArray(given["index_k"].double())})
     with pytest.raises(dsa_planner.UnsupportedError, match="weights of type list: it must be a dense torch tensor"):
