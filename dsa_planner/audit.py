@@ -35,12 +35,15 @@ Span = tuple[str, int, int, bool]
 """Memory of a launch: name, first byte, byte after the last, whether it is written."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _InFlight:
     owner: int
     spans: Sequence[Span]
     caller: str
-    end: Any
+    end: Any = None
+    """The event after it; None while it is being launched."""
+    watchers: int = 0
+    """Threads that look at the event now."""
 
 
 _in_flight: dict[int, list[_InFlight]] = {}
@@ -50,7 +53,7 @@ _counts = {"audited": 0, "found": 0}
 
 @contextmanager
 def audited(device: int, stream: int, spans: Sequence[Span]) -> Iterator[None]:
-    """Around a launch that is not captured: compare it with those in flight, and then add it to them.
+    """Around a launch that is not captured: compare it with those in flight, and add it to them.
 
     Args:
         device: ordinal.
@@ -63,25 +66,50 @@ def audited(device: int, stream: int, spans: Sequence[Span]) -> Iterator[None]:
     """
     owner = 0 if stream <= streams.LEGACY_STREAM else int(call("identifying a stream", cu.cuStreamGetId(stream)))
     caller = f"{_calling_line()} (thread {threading.current_thread().name}, stream {stream:#x})"
-    with _lock, relaxed_capture():
-        _counts["audited"] += 1
-        flying = _in_flight.setdefault(device, [])
-        for other in [other for other in flying if _ended(other.end)]:
-            flying.remove(other)
-            cu.cuEventDestroy(other.end)
-        for other in flying:
-            shared = _shared(spans, other.spans) if other.owner != owner else None
-            if shared is not None and _unordered(stream, other.end):
-                _counts["found"] += 1
+    mine = _InFlight(owner, tuple(spans), caller)
+    with relaxed_capture():
+        while (rival := _enter(device, mine)) is not None:  # the lock is not held while this waits
+            other, names = rival
+            try:
+                unordered = other.end is not None and _unordered(stream, other.end)
+            finally:
+                with _lock:
+                    other.watchers -= 1
+            if unordered:
+                with _lock:
+                    _counts["found"] += 1
                 raise AuditError(
-                    f"{shared[0]} of the launch at {caller}",
-                    f"it is also {shared[1]} of the launch at {other.caller}, which is still in flight, and no event "
+                    f"{names[0]} of the launch at {caller}",
+                    f"it is also {names[1]} of the launch at {other.caller}, which is still in flight, and no event "
                     "orders the two streams",
                     "give each stream buffers of its own, or have one wait for the other (Stream.wait_stream)",
                 )
-        yield
-        end = _new_event(stream)
-        flying.append(_InFlight(owner, tuple(spans), caller, end))
+            if other.end is None:
+                time.sleep(_PAUSE)
+        try:
+            yield
+            mine.end = _new_event(stream)
+        except BaseException:
+            with _lock:
+                _in_flight[device].remove(mine)
+            raise
+
+
+def _enter(device: int, mine: _InFlight) -> tuple[_InFlight, tuple[str, str]] | None:
+    """Add a launch to those in flight; or say which of them, on another stream, shares memory with it, and how."""
+    with _lock:
+        flying = _in_flight.setdefault(device, [])
+        for other in [o for o in flying if o.end is not None and not o.watchers and _ended(o.end)]:
+            flying.remove(other)
+            cu.cuEventDestroy(other.end)
+        for other in flying:
+            names = _shared(mine.spans, other.spans) if other.owner != mine.owner else None
+            if names is not None and not (other.end is not None and _ended(other.end)):
+                other.watchers += 1
+                return other, names
+        flying.append(mine)
+        _counts["audited"] += 1
+    return None
 
 
 def audit_stats() -> dict[str, int]:

@@ -23,7 +23,7 @@ def stats() -> dict[str, Any]:
             ``scratch_streams``, ``scratch_bytes``, ``launches_on_lent_memory``.
         audit: ``audited`` launches, and ``found``, how many were refused.
         synchronisations: how often the runtime has waited for the GPU: once for each stream of a plan whose cubin was
-            unloaded. A launch never does.
+            unloaded. A launch does not, unless it has to load its own cubin again.
     """
     answer: dict[str, Any] = {
         "layers": layer_counts(),

@@ -22,7 +22,9 @@ torch's allocator is not used here: it knows streams by handle. Under capture me
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dsa_planner import streams
@@ -31,6 +33,8 @@ from dsa_planner.errors import CaptureError, DriverError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("dsa_planner")
 
 __all__ = ["COUNTERS", "DeviceMemory", "StreamMemory", "captured_scratch", "memory_of"]
 
@@ -87,9 +91,11 @@ class DeviceMemory:
         if self._slab:
             return
         with self._lock, relaxed_capture():
-            if not self._slab:
+            if self._pool is None:
                 self._pool = self._new_pool()
-                self._slab = int(invoke("taking memory for row counters", "cuMemAlloc", COUNTERS * COUNTER_BYTES))
+            if not self._slab:
+                needed = COUNTERS * COUNTER_BYTES
+                self._slab = self._allocated("row counters", needed, lambda: cu.cuMemAlloc(needed))
 
     def of(self, stream: int) -> StreamMemory:
         """What the stream of a handle owns.
@@ -172,13 +178,17 @@ class DeviceMemory:
         return found
 
     def _take(self, needed: int, stream: int) -> int:
-        status, address = cu.cuMemAllocFromPoolAsync(needed, self._pool, stream)
+        return self._allocated("scratch", needed, lambda: cu.cuMemAllocFromPoolAsync(needed, self._pool, stream))
+
+    def _allocated(self, what: str, needed: int, allocate: Callable[[], tuple[Any, Any]]) -> int:
+        """The address of an allocation; where there is no memory, it is tried again without torch's cache."""
+        status, address = allocate()
         if status == _OUT_OF_MEMORY:
             _empty_torchs_cache()
-            status, address = cu.cuMemAllocFromPoolAsync(needed, self._pool, stream)
+            status, address = allocate()
         if status != _SUCCESS:
             raise DriverError(
-                f"scratch of {needed} bytes on cuda:{self._target.ordinal}",
+                f"{what} of {needed} bytes on cuda:{self._target.ordinal}",
                 f"the CUDA driver answered {name_of_failure(status)}",
                 "free memory, or pass a workspace of plan.workspace_bytes(...) bytes",
             )
@@ -226,16 +236,24 @@ def captured_scratch(needed: int, like: torch.Tensor, stream: int, device: int) 
     """
     import torch
 
-    with streams.allocating_on(stream, device):
-        scratch = like.new_empty(needed, dtype=torch.uint8)
+    def refused(why: str) -> CaptureError:
+        return CaptureError(
+            f"a launch without workspace on captured stream {stream:#x}",
+            why,
+            "pass a workspace that lives as long as the graph, or capture with torch.cuda.graph",
+        )
+
+    if stream == streams.PER_THREAD_STREAM:
+        raise refused("torch's allocator knows that handle, not each thread's stream")
+    try:
+        with relaxed_capture(), streams.allocating_on(stream, device):
+            scratch = like.new_empty(needed, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise refused(f"torch's allocator gave no memory ({' '.join(str(error).split())[:200]})") from error
     capture = _id_of_capture(stream)
     if _private_captures.get(device) != capture:
         if not _is_private(scratch.data_ptr(), device):
-            raise CaptureError(
-                f"a launch without workspace on captured stream {stream:#x}",
-                "the capture was not begun by torch, so the scratch would not stay with the graph",
-                "pass a workspace that lives as long as the graph, or capture with torch.cuda.graph",
-            )
+            raise refused("the capture was not begun by torch, so the scratch would not stay with the graph")
         _private_captures[device] = capture
     return scratch
 
@@ -266,4 +284,7 @@ def _is_private(address: int, device: int) -> bool:
 def _empty_torchs_cache() -> None:
     import torch
 
-    torch.cuda.empty_cache()
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as error:  # some versions cannot beside a capture of another thread
+        log.warning("torch's cache could not be emptied: %s", error)

@@ -28,9 +28,13 @@ _CUDA = 2  # kDLCUDA
 
 def has_foreign(tensors: Sequence[Any], workspace: Any) -> bool:
     """Whether one of these is an array of another library than torch."""
+    return any(_is_foreign(array) for array in (*tensors, workspace))
+
+
+def _is_foreign(array: Any) -> bool:
     import torch
 
-    return any(hasattr(array, "__dlpack__") and not isinstance(array, torch.Tensor) for array in (*tensors, workspace))
+    return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") and not isinstance(array, torch.Tensor)
 
 
 def ordinal_of(array: Any) -> int:
@@ -62,7 +66,7 @@ def as_tensor(name: str, array: Any, stream: int) -> torch.Tensor | Any:
     """One argument as a torch tensor; errors as ``as_tensors``."""
     import torch
 
-    if isinstance(array, torch.Tensor) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+    if not _is_foreign(array):
         return array
     kind = f"{type(array).__module__.partition('.')[0]}.{type(array).__name__}"
     if name in WRITTEN and not kind.startswith(tuple(f"{library}." for library in _WRITABLE)):

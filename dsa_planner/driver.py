@@ -17,7 +17,7 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from dsa_planner.errors import DeviceMismatchError, DriverError
+from dsa_planner.errors import DeviceMismatchError, DriverError, shown
 
 __all__ = [
     "Device",
@@ -180,7 +180,7 @@ def _open(ordinal: int) -> Device:
     count = call("counting devices", cu.cuDeviceGetCount())
     if not 0 <= ordinal < count:
         raise DeviceMismatchError(
-            f"device {ordinal}", f"this process sees {count} devices", "check CUDA_VISIBLE_DEVICES"
+            f"device {shown(ordinal)}", f"this process sees {count} devices", "check CUDA_VISIBLE_DEVICES"
         )
     handle = call("opening a device", cu.cuDeviceGet(ordinal))
     attribute = cu.CUdevice_attribute

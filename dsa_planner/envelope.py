@@ -127,7 +127,7 @@ def rows_for(backend: str) -> tuple[Support, ...]:
     Raises:
         UnsupportedError: the envelope names no such backend.
     """
-    if backend not in backends():
+    if type(backend) is not str or backend not in backends():
         raise refusal("backend", backend, "it is not a backend", backends())
     return tuple(row for row in ENVELOPE if row.backend == backend)
 

@@ -55,35 +55,36 @@ def forward(
         loss: of no dimension, fp32.
         index_score: (B, S_q, topk), fp32.
     """
-    batch, s_q, heads, head_dim = index_q.shape
-    s_k, topk = index_k.shape[1], topk_indices.shape[2]
-    index_score = torch.zeros_like(attn_score)
-    total = torch.zeros((), dtype=torch.float64, device=index_q.device)
-    rows, keys = batch * s_q, index_k.reshape(-1, head_dim)
-    if rows and keys.shape[0]:
-        flat_q, flat_w = index_q.reshape(rows, heads, head_dim), weights.reshape(rows, heads)
-        flat_target, flat_score = attn_score.reshape(rows, topk), index_score.view(rows, topk)
-        flat_ids = topk_indices.reshape(rows, topk)
-        step = rows_of_a_chunk(topk, heads, head_dim)
-        for start in range(0, rows, step):
-            chunk = slice(start, min(start + step, rows))
-            ids = flat_ids[chunk].long()
-            valid = (ids >= 0) & (ids < (keys.shape[0] if topk_indices_global else s_k))
-            if not topk_indices_global:
-                row = torch.arange(chunk.start, chunk.stop, device=ids.device)
-                ids = ids + (row // s_q * s_k)[:, None]
-            selected = keys[ids.masked_fill_(~valid, 0)].float()
-            # Products of bf16 numbers are exact in fp32, and in TF32, should the caller allow it.
-            scores = torch.bmm(selected, flat_q[chunk].float().transpose(1, 2))
-            del selected
-            logits = scores.relu_().mul_(flat_w[chunk].float()[:, None, :]).sum(-1).mul_(sm_scale)
-            del scores
-            log_score = logits.masked_fill_(~valid, -torch.inf).log_softmax(-1)
-            score = torch.where(valid, log_score.exp(), 0.0)
-            target = flat_target[chunk].clamp(min=EPS)
-            # What is not a number shows: it is not below eps.
-            terms = torch.where(valid & ~(score < EPS), target * (target.log() - log_score), 0.0)
-            flat_score[chunk] = score
-            total += terms.sum(-1, dtype=torch.float64).sum()
-    loss = (total * (loss_coeff / rows if rows else 0.0)).float()
-    return loss, index_score
+    with torch.autocast(index_q.device.type, enabled=False):  # or products would be rounded to its dtype
+        batch, s_q, heads, head_dim = index_q.shape
+        s_k, topk = index_k.shape[1], topk_indices.shape[2]
+        index_score = torch.zeros(attn_score.shape, dtype=torch.float32, device=attn_score.device)
+        total = torch.zeros((), dtype=torch.float64, device=index_q.device)
+        rows, keys = batch * s_q, index_k.reshape(-1, head_dim)
+        if rows and keys.shape[0]:
+            flat_q, flat_w = index_q.reshape(rows, heads, head_dim), weights.reshape(rows, heads)
+            flat_target, flat_score = attn_score.reshape(rows, topk), index_score.view(rows, topk)
+            flat_ids = topk_indices.reshape(rows, topk)
+            step = rows_of_a_chunk(topk, heads, head_dim)
+            for start in range(0, rows, step):
+                chunk = slice(start, min(start + step, rows))
+                ids = flat_ids[chunk].long()
+                valid = (ids >= 0) & (ids < (keys.shape[0] if topk_indices_global else s_k))
+                if not topk_indices_global:
+                    row = torch.arange(chunk.start, chunk.stop, device=ids.device)
+                    ids = ids + (row // s_q * s_k)[:, None]
+                selected = keys[ids.masked_fill_(~valid, 0)].float()
+                # Products of bf16 numbers are exact in fp32, and in TF32, should the caller allow it.
+                scores = torch.bmm(selected, flat_q[chunk].float().transpose(1, 2))
+                del selected
+                logits = scores.relu_().mul_(flat_w[chunk].float()[:, None, :]).sum(-1).mul_(sm_scale)
+                del scores
+                log_score = logits.masked_fill_(~valid, -torch.inf).log_softmax(-1)
+                score = torch.where(valid, log_score.exp(), 0.0)
+                target = flat_target[chunk].clamp(min=EPS)
+                # What is not a number shows: it is not below eps.
+                terms = torch.where(valid & ~(score < EPS), target * (target.log() - log_score), 0.0)
+                flat_score[chunk] = score
+                total += terms.sum(-1, dtype=torch.float64).sum()
+        loss = (total * (loss_coeff / rows if rows else 0.0)).float()
+        return loss, index_score

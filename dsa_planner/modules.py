@@ -21,15 +21,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from dsa_planner.cache.planfile import PlanFile
-from dsa_planner.driver import Device, call, cu, invoke, relaxed_capture
+from dsa_planner.driver import Device, cu, invoke, name_of_failure, relaxed_capture
 from dsa_planner.errors import PlanFileError
-from dsa_planner.launch_graph import is_captured
 from dsa_planner.launch_record import PARAMETER_BYTES, KernelLaunch, LaunchRecord
 
 __all__ = ["Module", "User", "module_of", "module_stats", "waits"]
 
 log = logging.getLogger("dsa_planner")
 
+_SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NO_SUCH_PARAMETER = cu.CUresult.CUDA_ERROR_INVALID_VALUE
 _modules: dict[tuple[int, str], Module] = {}
 _lock = threading.Lock()
@@ -114,29 +114,58 @@ class Module:
             if module is not self and module._unload():
                 held -= module.bytes
 
+    def settled(self) -> list[Any] | None:
+        """The functions, or None, once nobody is deciding whether to unload."""
+        with _lock:
+            return self.functions
+
     def _unload(self) -> bool:
-        """Unload it, unless it must stay."""
-        global _waits
+        """Unload it, unless it must stay. Whatever the driver refuses here is a reason to leave it loaded."""
         functions, self.functions = self.functions, None
-        if self.stays or self.launching or any(is_captured(stream) for stream in self.streams):
+        # In this order: a launch says that its module stays before it leaves.
+        if self.launching or self.stays:
             self.functions = functions
             return False
         with self._target.current(), relaxed_capture():
-            for stream in self.streams:
-                what = "waiting for the last launch of a plan"
-                event = call(what, cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-                call(what, cu.cuEventRecord(event, stream))
-                call(what, cu.cuEventSynchronize(event))
-                _waits += 1
-                call(what, cu.cuEventDestroy(event))
+            if not all(_has_ended(stream) for stream in self.streams):
+                self.functions = functions
+                return False
             for user in list(self.users):
                 user.forget_functions()
-            call("unloading a plan", cu.cuLibraryUnload(self._library))
+            (status,) = cu.cuLibraryUnload(self._library)
+        if status != _SUCCESS:
+            log.warning("plan %s was not unloaded: %s", self._plan_id[:12], name_of_failure(status))
+            self.functions = functions
+            return False
         self._library = None
         self.streams.clear()
         _unloaded[self._target.ordinal] = _unloaded.get(self._target.ordinal, 0) + 1
         log.info("plan %s was unloaded from cuda:%d", self._plan_id[:12], self._target.ordinal)
         return True
+
+
+def _has_ended(stream: int) -> bool:
+    """Wait for what is on a stream now; False where that cannot be waited for, as under capture."""
+    global _waits
+    status, event = cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    if status != _SUCCESS:
+        return False
+    try:
+        if _is_in_capture(stream) or cu.cuEventRecord(event, stream)[0] != _SUCCESS:
+            return False
+        # Another thread may have begun a capture in between, and to wait for an event of a capture would end it.
+        if _is_in_capture(stream):
+            return False
+        _waits += 1
+        return bool(cu.cuEventSynchronize(event)[0] == _SUCCESS)
+    finally:
+        cu.cuEventDestroy(event)
+
+
+def _is_in_capture(stream: int) -> bool:
+    """Whether a stream is captured, or is the default stream while one that waits for it is."""
+    status, capture = cu.cuStreamIsCapturing(stream)
+    return bool(status != _SUCCESS or capture != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 def module_of(file: PlanFile, record: LaunchRecord, target: Device, limit: int) -> Module:

@@ -141,6 +141,7 @@ def indexer_backward(
         return _with_foreign_arrays(inputs, given, workspace, stream, scalars, options)
     handle = streams.handle_of(stream, plan.device)
     if d_index_q is None or d_weights is None or d_index_k is None:
+        refuse_fork()
         with streams.allocating_on(handle, plan.device):
             d_index_q = torch.empty_like(index_q) if d_index_q is None else d_index_q
             d_weights = torch.empty_like(weights) if d_weights is None else d_weights
@@ -277,7 +278,10 @@ def plan_for(request: Mapping[str, Any], ordinal: int, stream: Any) -> Plan:
     plan = _loaded(request, ordinal)
     if plan is not None:
         return plan
-    if is_captured(handle := streams.handle_of(stream, ordinal)):
+    handle = streams.handle_of(stream, ordinal)
+    with open_device(ordinal).current():  # handle 2 is that of the current context
+        captured = is_captured(handle)
+    if captured:
         backend, topk = request["backend"], request["topk"]
         raise CaptureError(
             f"indexer_backward with backend {backend} and topk {topk} on captured stream {handle:#x}",

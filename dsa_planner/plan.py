@@ -9,6 +9,7 @@ by shape. Where the caller brings no workspace, memory is the stream's own (``de
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
-_MOST_BLOCKS = 16  # streams whose launch parameters a plan keeps
+_MOST_BLOCKS = 64  # streams whose launch parameters and graphs a plan keeps; torch has 32 of each priority
+_one_by_one = threading.Lock()
+"""Held while kernels are launched one by one, or those of two threads on one stream would take turns."""
 
 
 class Plan:
@@ -88,6 +91,8 @@ class Plan:
         self._module.load()
         self._module.users.add(self)
         self._memory = memory_of(target)
+        with target.current():
+            self._memory.prepare()
         self.check = ArgumentCheck(self.row, self.config, ordinal)
         self._layout = BlockLayout(self._record)
         self._as_graph = launch == "graph"
@@ -158,7 +163,7 @@ class Plan:
         Raises:
             UnsupportedError: another dtype, or an extent that is no count.
         """
-        dtype = d_index_k if isinstance(d_index_k, str) else dtype_name(d_index_k)
+        dtype = d_index_k if isinstance(d_index_k, (str, int)) else dtype_name(d_index_k)
         if dtype not in self.row.d_index_k:
             raise envelope.refusal("d_index_k", dtype, "d_index_k cannot have this dtype", self.row.d_index_k)
         for name, extent in (("batch", batch), ("s_k", s_k)):
@@ -289,9 +294,6 @@ class Plan:
         module.launching[token] = None
         try:
             captured = is_captured(stream)
-            if captured:
-                module.stays = True
-                self.captured += 1
             functions = module.functions or self._functions_again(captured)
             block = self._blocks.pop(stream, None) or self._new_block(stream)
             owner: StreamMemory | None = None
@@ -331,10 +333,15 @@ class Plan:
                 raise
             finally:
                 if owner is not None:
-                    if lent:
-                        self._memory.give_back(lent, stream)
-                    owner.lock.release()
+                    try:
+                        if lent:
+                            self._memory.give_back(lent, stream)
+                    finally:
+                        owner.lock.release()
             self.launches += 1
+            if captured:
+                self.captured += 1
+                module.stays = True
             module.touch()
             self._keep(block, stream)
         finally:
@@ -357,15 +364,19 @@ class Plan:
 
     def _launch_kernels(self, block: Block, shape: Shape, functions: list[Any], stream: int) -> None:
         handle = cu.CUstream(stream)
-        for index in shape.kernels:
-            config = block.configs[index]
-            config.hStream = handle
-            (status,) = cu.cuLaunchKernelEx(config, functions[index], block.parameters[index], 0)
-            if status != _SUCCESS:
-                raise self._refused(self._record.kernels[index].name, status)
+        with _one_by_one:
+            for index in shape.kernels:
+                config = block.configs[index]
+                config.hStream = handle
+                (status,) = cu.cuLaunchKernelEx(config, functions[index], block.parameters[index], 0)
+                if status != _SUCCESS:
+                    raise self._refused(self._record.kernels[index].name, status)
 
     def _functions_again(self, captured: bool) -> list[Any]:
         """The functions of a cubin that was unloaded since the last launch."""
+        functions = self._module.settled()
+        if functions is not None:
+            return functions
         if captured:
             raise CaptureError(
                 f"a launch of {self!r} under stream capture",

@@ -40,43 +40,63 @@ def require(
             ``backend``, ``heads``, ``head_dim``, ``d_weights`` and ``deterministic``; or ``PlanConfig`` objects. An
             ``arch`` is checked to be one that the device runs.
         device: as for ``load_plan``; None for torch's current one.
-        group: a process group of torch.distributed, for example ``torch.distributed.group.WORLD``; None to compare with
-            nobody.
+        group: a process group of torch.distributed, for example ``torch.distributed.group.WORLD``, which is None
+            before ``init_process_group``; None to compare with nobody.
 
     Returns:
         the plans, in the order of the configs.
 
     Raises:
         RequirementError: a plan is missing, damaged, outside the support envelope, does not load here, or is another
-            file on another rank; it lists all problems of all ranks.
-        DriverError: torch has no current device, or there is no driver; without a group.
+            file on another rank; it lists all problems of all ranks, which are those of the group. Or the ranks
+            could not compare.
     """
     requests: list[str] = []
     found: list[Plan | None] = []
     answers: list[Answer] = []
     # Nothing may leave this loop as an error: the other ranks would wait for this one.
-    for config in _listed(configs):
+    listed, fault = _listed(configs)
+    for config in listed:
         plan, answer = _look(config, device)
         requests.append(_described(config))
         found.append(plan)
         answers.append(answer)
+    if fault:
+        requests.append("configs")
+        answers.append(("", fault))
     everyone: list[tuple[list[str], list[Answer]]] = [(requests, answers)]
     if group is not None:
         everyone = _gathered((requests, answers), group)
     problems = _problems(everyone, group is not None)
     if problems:
         ranks = "" if group is None else f" on {len(everyone)} ranks"
-        raise RequirementError(f"{len(requests)} required plans{ranks}", tuple(problems), _REMEDY)
+        raise RequirementError(f"{len(everyone[0][0])} required plans{ranks}", tuple(problems), _REMEDY)
     return [plan for plan in found if plan is not None]
 
 
-def _listed(configs: Any) -> list[Any]:
-    if isinstance(configs, Mapping) or hasattr(configs, "model_dump"):
-        return [configs]
+def _listed(configs: Any) -> tuple[list[Any], str]:
+    """The configs, and why there are no more of them."""
+    if isinstance(configs, Mapping) or _is_config(configs) or not hasattr(configs, "__iter__"):
+        return [configs], ""
+    listed: list[Any] = []
     try:
-        return list(configs)
-    except TypeError:
-        return [configs]
+        for config in configs:
+            listed.append(config)  # what came before a fault is kept
+    except Exception as error:  # whatever the caller's iterator raises
+        return listed, f"they could not be listed ({_said(error)})"
+    return listed, ""
+
+
+def _is_config(config: Any) -> bool:
+    """Whether it is an object like ``PlanConfig``."""
+    return hasattr(config, "model_dump") and not isinstance(config, type)
+
+
+def _said(error: Exception) -> str:
+    try:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    except Exception:
+        return type(error).__name__
 
 
 def _look(config: Any, device: Any) -> tuple[Plan | None, Answer]:
@@ -94,12 +114,12 @@ def _look(config: Any, device: Any) -> tuple[Plan | None, Answer]:
     except DsaPlannerError as error:
         return None, ("", str(error))
     except Exception as error:  # nothing may keep the other ranks waiting
-        return None, ("", " ".join(f"{type(error).__name__}: {error}".split())[:500])
+        return None, ("", _said(error))
 
 
 def _request(config: Any) -> dict[str, Any]:
     """The keyword arguments of ``load_plan`` for a config, and its arch if it has one."""
-    given = config.model_dump() if hasattr(config, "model_dump") else config
+    given = config.model_dump() if _is_config(config) else config
     if not isinstance(given, Mapping):
         raise UnsupportedError(
             f"required plan {shown(config)}", "it is no mapping of config fields", 'give for example {"topk": 1024}'
@@ -118,17 +138,32 @@ def _request(config: Any) -> dict[str, Any]:
 
 def _described(config: Any) -> str:
     """A config for a message, the same on every rank."""
-    given = config.model_dump() if hasattr(config, "model_dump") else config
-    if not isinstance(given, Mapping):
-        return shown(given)
-    return " ".join(f"{name}={given[name]}" for name in sorted(given, key=str)) or "{}"
+    try:
+        given = config.model_dump() if _is_config(config) else config
+        if not isinstance(given, Mapping):
+            return shown(given)
+        words = {str(name): value if isinstance(value, str) else shown(value) for name, value in given.items()}
+        return " ".join(f"{name}={words[name]}" for name in sorted(words)) or "{}"
+    except Exception as error:  # whatever the caller's object raises
+        return f"<{type(config).__name__} that cannot be described: {type(error).__name__}>"
 
 
-def _gathered(mine: Any, group: Any) -> list[Any]:
+def _gathered(mine: tuple[list[str], list[Answer]], group: Any) -> list[Any]:
     from torch import distributed
 
-    everyone: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(everyone, mine, group=group)
+    asked = f"{len(mine[0])} required plans"
+    try:
+        if distributed.get_rank(group) < 0:
+            raise RequirementError(
+                asked, ("this process is not in the group",), "call require only on the ranks of the group"
+            )
+        everyone: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(everyone, mine, group=group)
+    except RequirementError:
+        raise
+    except Exception as error:  # a rank that is gone, a group that is none
+        problem = f"the ranks could not compare ({_said(error)})"
+        raise RequirementError(asked, (problem,), "look for a rank that failed, and check the group") from error
     return everyone
 
 

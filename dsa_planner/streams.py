@@ -101,9 +101,14 @@ def _named_handle(stream: Any) -> int | None:
     if isinstance(handle := getattr(stream, "cuda_stream", None), int):
         return handle
     if callable(protocol := getattr(stream, "__cuda_stream__", None)):
-        answer = protocol()
+        try:
+            answer = protocol()
+        except Exception:  # whatever another library raises
+            return None
         return answer[1] if isinstance(answer, tuple) and len(answer) == 2 and type(answer[1]) is int else None
-    return int(stream) if type(stream).__module__.startswith("cuda.bindings") else None
+    kind = type(stream)
+    is_stream = kind.__module__.startswith("cuda.bindings") and kind.__name__ in ("CUstream", "cudaStream_t")
+    return int(stream) if is_stream else None
 
 
 def _find_current_handle() -> Callable[[int], int]:

@@ -94,6 +94,9 @@ def indexer_loss(
         PlanNotFoundError: a gradient will be needed, and no layer holds the plan.
         CaptureError: under capture, and the plan is not loaded yet.
     """
+    if not torch.compiler.is_compiling():
+        tensors = (index_q, weights, index_k, attn_score, topk_indices)
+        _check_call(tensors, (sm_scale, loss_coeff, topk_indices_global), backend, deterministic)
     result: tuple[torch.Tensor, torch.Tensor] = torch.ops.dsa_planner.indexer_loss(
         index_q, weights, index_k, attn_score, topk_indices, sm_scale, loss_coeff, topk_indices_global,
         backend=backend, deterministic=deterministic,
@@ -161,10 +164,7 @@ def _indexer_loss(
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = (index_q, weights, index_k, attn_score, topk_indices)
-    _check(tensors)
-    request = _request(weights, index_q, topk_indices, backend, deterministic)
-    row = operators.row_for(request, index_q.get_device())
-    envelope.check_scalars(row, sm_scale, loss_coeff, row.block_I[0], topk_indices_global)
+    _check_call(tensors, (sm_scale, loss_coeff, topk_indices_global), backend, deterministic)
     return loss.forward(
         index_q, weights.bfloat16(), index_k.bfloat16(), attn_score, topk_indices,
         sm_scale, loss_coeff, topk_indices_global,
@@ -215,6 +215,18 @@ def _request(
         "d_weights": dtype_name(weights.dtype),
         "deterministic": deterministic,
     }
+
+
+def _check_call(
+    tensors: tuple[torch.Tensor, ...], scalars: tuple[float, float, bool], backend: str, deterministic: bool
+) -> None:
+    """Refuse a call of the loss whose gradients no plan would give."""
+    _check(tensors)
+    index_q, weights, _, _, topk_indices = tensors
+    request = _request(weights, index_q, topk_indices, backend, deterministic)
+    row = operators.row_for(request, index_q.get_device())
+    sm_scale, loss_coeff, topk_indices_global = scalars
+    envelope.check_scalars(row, sm_scale, loss_coeff, row.block_I[0], topk_indices_global)
 
 
 def _check(tensors: tuple[torch.Tensor, ...]) -> None:

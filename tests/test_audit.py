@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_shared_memory_is_found_and_both_callers_are_named(fake: fake_driver.Fak
     assert "stream 0x5" in text
     assert "stream 0x6" in text
     assert len(fake.launches) == before, "before anything of it runs"
-    assert audit.audit_stats() == {"audited": 2, "found": 1}
+    assert audit.audit_stats() == {"audited": 1, "found": 1}
     fake.unfinished = set()
     plan.launch(**other, stream=6, audit=True)
 
@@ -98,7 +99,7 @@ def test_the_environment_turns_it_on_for_every_launch(
     fake.permanent.add(7)
     workspace = torch.empty(dsa_planner.load_plan(128).workspace_bytes(1, 20), dtype=torch.uint8)
     dsa_planner.indexer_backward(**given, stream=7, workspace=workspace)
-    assert audit.audit_stats() == {"audited": 2, "found": 1}
+    assert audit.audit_stats() == {"audited": 1, "found": 1}
     del inputs
 
 
@@ -110,6 +111,31 @@ def test_events_of_ended_launches_are_given_back(fake: fake_driver.FakeDriver) -
     for stream in range(100, 150):
         plan.launch(**given, stream=stream, audit=True)
     assert len(destroyed) == len(fake.events) - 1
+
+
+def test_who_waits_holds_up_nobody_else(fake: fake_driver.FakeDriver) -> None:
+    """A launch may wait for one that ends only after what another thread launches."""
+    plan = dsa_planner.load_plan(128)
+    one, other = lane(0), lane(1)
+    fake.unfinished = {5, 6}
+    plan.launch(**one, stream=5, audit=True)
+    failures: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            plan.launch(**one, stream=6, audit=True)
+        except BaseException as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    plan.launch(**other, stream=7, audit=True)
+    assert waiting.is_alive()
+    fake.unfinished = set()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert not failures
+    assert audit.audit_stats() == {"audited": 3, "found": 0}
 
 
 @pytest.mark.parametrize("audit", [1, "yes", torch.zeros(2)])

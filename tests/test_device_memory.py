@@ -155,6 +155,48 @@ def test_without_memory_torchs_cache_is_emptied_first(
     launch(5, BF16)
 
 
+def test_counters_without_memory(
+    fake: fake_driver.FakeDriver, compiled_v2: PlanFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[None] = []
+
+    def empty() -> None:
+        emptied.append(None)
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    take, pools = fake.cuMemAlloc, []
+    fake.cuMemAlloc = lambda size: (fake_driver.real.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
+    make = fake.cuMemPoolCreate
+    fake.cuMemPoolCreate = lambda properties: (pools.append(0), make(properties))[1]  # type: ignore[method-assign]
+    for _ in range(3):
+        with pytest.raises(
+            dsa_planner.DriverError, match=r"row counters of 1048576 bytes on cuda:0: .*free memory, or"
+        ):
+            Plan(compiled_v2, 0)
+    assert len(emptied) == 3
+    assert len(pools) == 1
+    fake.cuMemAlloc = take  # type: ignore[method-assign]
+    Launcher(fake, compiled_v2)(5)
+
+
+def test_the_lock_of_a_stream_is_released_whatever_fails(
+    fake: fake_driver.FakeDriver, compiled_v2: PlanFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "MOST_KEPT_BYTES", 0)
+    launch = Launcher(fake, compiled_v2)
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_memory.DeviceMemory, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launch(5, BF16)
+    assert not device_memory.memory_of(driver.device(0)).of(5).lock.locked()
+    launch(5, BF16)
+
+
 def test_a_stream_that_the_driver_does_not_know(fake: fake_driver.FakeDriver, compiled_v2: PlanFile) -> None:
     launch = Launcher(fake, compiled_v2)
     fake.cuStreamGetId = lambda stream: (fake_driver.real.CUresult.CUDA_ERROR_INVALID_HANDLE, None)  # type: ignore[method-assign]
@@ -206,6 +248,19 @@ def test_under_capture_memory_is_the_graphs(
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", unsupported)
     launch(5)
+
+    def none(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        assert fake.capture_mode == fake_driver.real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", none)
+    with pytest.raises(dsa_planner.CaptureError, match=r"torch's allocator gave no memory \(out of memory\); pass a w"):
+        launch(5)
+    fake.capturing = {2}
+    with pytest.raises(
+        dsa_planner.CaptureError, match=r"captured stream 0x2: .*not each thread's stream; pass a works"
+    ):
+        launch(2)
     assert not fake.pool_history
 
 

@@ -121,6 +121,15 @@ def test_what_does_not_come_through_is_named(fake: fake_driver.FakeDriver) -> No
     ):
         dsa_planner.indexer_backward(**{**given, "index_q": OnCpu(given["index_q"])})
 
+    class Half:
+        def __dlpack__(self) -> None: ...
+
+    for name in ("index_q", "weights", "workspace"):
+        with pytest.raises(
+            dsa_planner.UnsupportedError, match=rf"{name} of type Half: it must be a dense torch tensor"
+        ):
+            dsa_planner.indexer_backward(**{**given, "d_index_k": given["d_index_k"].bfloat16(), name: Half()})
+
     class Odd(JaxArray):
         device = ("gpu", 0)  # type: ignore[assignment]
 

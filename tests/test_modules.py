@@ -112,6 +112,70 @@ def test_nothing_is_unloaded_while_its_stream_is_captured(fake: fake_driver.Fake
     assert loaded([first, second, third]) == [False, False, True]
 
 
+def test_a_capture_that_begins_while_a_plan_is_to_be_unloaded(
+    fake: fake_driver.FakeDriver, files: list[PlanFile]
+) -> None:
+    """Its thread is between the question whether the stream is captured and the event."""
+    limit = max(len(file.cubin) for file in files)
+    fake.permanent.add(7)
+    first = Plan(files[0], 0, module_bytes=limit)
+    launch(first, 7)
+    record = fake.cuEventRecord
+
+    def begin(event: int, stream: int) -> Any:
+        answer = record(event, stream)
+        fake.capturing = {7}
+        return answer
+
+    fake.cuEventRecord = begin  # type: ignore[method-assign]
+    second = Plan(files[1], 0, module_bytes=limit)
+    assert loaded([first, second]) == [True, True]
+    assert not fake.synchronised
+
+
+@pytest.mark.parametrize("function", ["cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuLibraryUnload"])
+def test_a_driver_that_refuses_to_unload_leaves_it_loaded(
+    fake: fake_driver.FakeDriver, files: list[PlanFile], function: str
+) -> None:
+    limit = max(len(file.cubin) for file in files)
+    first = Plan(files[0], 0, module_bytes=limit)
+    launch(first)
+    failed = fake_driver.real.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    setattr(fake, function, lambda *arguments: (failed, None) if function == "cuEventCreate" else (failed,))
+    second = Plan(files[1], 0, module_bytes=limit)
+    assert loaded([first, second]) == [True, True]
+    launch(first)
+    launch(second)
+
+
+def test_a_plan_that_is_not_unloaded_after_all_can_be_captured(
+    fake: fake_driver.FakeDriver, files: list[PlanFile]
+) -> None:
+    limit = max(len(file.cubin) for file in files)
+    fake.permanent.add(7)
+    first = Plan(files[0], 0, module_bytes=limit)
+    launch(first, 7)
+    asked, go = threading.Event(), threading.Event()
+    ask = fake.cuEventCreate
+
+    def slow(flags: Any) -> Any:
+        asked.set()
+        go.wait(20)
+        fake.capturing = {7}
+        return ask(flags)
+
+    fake.cuEventCreate = slow  # type: ignore[method-assign]
+    other = threading.Thread(target=lambda: Plan(files[1], 0, module_bytes=limit))
+    other.start()
+    assert asked.wait(20)
+    assert not first.stats()["loaded"], "somebody is deciding"
+    threading.Timer(0.2, go.set).start()
+    fake.capturing = {7}
+    launch(first, 7)
+    other.join()
+    assert first.stats() == {"launches": 2, "captured": 1, "loaded": True, "stays": True}
+
+
 def test_an_unloaded_plan_is_not_loaded_under_capture(fake: fake_driver.FakeDriver, files: list[PlanFile]) -> None:
     limit = max(len(file.cubin) for file in files)
     first = Plan(files[0], 0, module_bytes=limit)
@@ -122,6 +186,7 @@ def test_an_unloaded_plan_is_not_loaded_under_capture(fake: fake_driver.FakeDriv
         dsa_planner.CaptureError, match=r"under stream capture: its cubin was unloaded.*call plan\.prepare\(\) before"
     ):
         launch(first, 7)
+    assert first.stats() == {"launches": 0, "captured": 0, "loaded": False, "stays": False}
     fake.capturing = set()
     first.prepare(0)
     fake.capturing = {7}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,35 @@ def test_kernels_can_be_launched_one_by_one(fake: fake_driver.FakeDriver, monkey
         plan.launch(**given, stream=5)
 
 
+def test_kernels_of_two_threads_do_not_take_turns(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:
+    """With one workspace on one stream, where the order of the stream is all that keeps two launches apart."""
+    plan = Plan(compiled, 0, "kernels")
+    case = dsa_cases.make(1, 6, 20, 128)
+    workspace = torch.empty(plan.workspace_bytes(1, 20), dtype=torch.uint8)
+    launch = fake.cuLaunchKernelEx
+    order: list[tuple[int, str]] = []
+
+    def slow(config: Any, function: int, parameters: int, extra: int) -> Any:
+        order.append((threading.get_ident(), fake.kernels[function].symbol))
+        time.sleep(0.001)
+        return launch(config, function, parameters, extra)
+
+    fake.cuLaunchKernelEx = slow  # type: ignore[method-assign]
+
+    def work() -> None:
+        given = {**case.inputs(), **outputs(case, torch.bfloat16)}
+        for _ in range(10):
+            plan.launch(**given, workspace=workspace, stream=5)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(order) == 90
+    assert all(len({thread for thread, _ in order[at : at + 3]}) == 1 for at in range(0, 90, 3))
+
+
 def test_few_streams_keep_their_graphs(fake: fake_driver.FakeDriver) -> None:
     plan = dsa_planner.load_plan(128)
     case = dsa_cases.make(1, 6, 20, 128)
@@ -363,7 +393,7 @@ def test_few_streams_keep_their_graphs(fake: fake_driver.FakeDriver) -> None:
     for stream in range(100, 200):
         plan.launch(**given, stream=stream)
     assert len(fake.launches) == 200
-    assert len(fake.executables) == sum(graph is not None for graph in fake.graphs) == 16
+    assert len(fake.executables) == sum(graph is not None for graph in fake.graphs) == 64
 
 
 def test_threads_launch_one_plan_at_once(fake: fake_driver.FakeDriver, compiled: PlanFile) -> None:

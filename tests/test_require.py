@@ -81,6 +81,48 @@ def test_one_error_lists_all_that_is_wrong(fake: fake_driver.FakeDriver, layer: 
     assert (again.problems, str(again)) == (problems, str(error.value))
 
 
+def test_nothing_keeps_the_other_ranks_waiting(fake: fake_driver.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a config is, this rank answers."""
+    from dsa_planner import PlanConfig
+
+    gathered: list[Any] = []
+    monkeypatch.setattr(requirements, "_gathered", lambda mine, group: [gathered.append(mine), mine][1:])
+
+    class Broken:
+        def model_dump(self) -> None:
+            raise OSError("gone")
+
+        def __repr__(self) -> str:
+            raise OSError("gone")
+
+    def generator() -> Any:
+        yield {"topk": 128}
+        raise TypeError("in the middle")
+
+    for configs, message in (
+        ([PlanConfig], "it is no mapping of config fields"),
+        ([Broken()], "OSError: gone"),
+        ([{"topk": 10**5000}], "backend default for sm_90a takes topk"),
+        ([{"topk": Broken()}], "topk must be an integer"),
+        ([{Broken(): 1}], "a plan config has no such field"),
+        (generator(), r"configs: they could not be listed \(TypeError: in the middle\)"),
+    ):
+        gathered.clear()
+        with pytest.raises(dsa_planner.RequirementError, match=message):
+            dsa_planner.require(configs, group=object())
+        assert len(gathered) == 1, message
+
+
+def test_a_group_that_is_none_or_not_ours(fake: fake_driver.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        dsa_planner.RequirementError, match=r"the ranks could not compare \(.*; look for a rank that failed"
+    ):
+        dsa_planner.require([{"topk": 128}], group=object())
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: -1)
+    with pytest.raises(dsa_planner.RequirementError, match="this process is not in the group; call require only on"):
+        dsa_planner.require([{"topk": 128}], group=object())
+
+
 def test_an_arch_that_the_device_does_not_run(fake: fake_driver.FakeDriver) -> None:
     with pytest.raises(dsa_planner.RequirementError, match="arch='sm_100f': the plan for cuda:0 is of sm_90a"):
         dsa_planner.require([{"topk": 128, "arch": "sm_100f"}])

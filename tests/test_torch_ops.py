@@ -183,6 +183,44 @@ def test_inputs_that_are_not_contiguous(oracle_backward: list[dict[str, Any]]) -
         assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_autocast_does_not_reach_inside(dtype: torch.dtype) -> None:
+    case = case_of(11)
+    given = arguments(case, [case.index_q, case.weights, case.index_k])
+    plain = dsa_planner.indexer_loss(*given)
+    with torch.autocast("cpu", dtype=dtype):
+        found = dsa_planner.indexer_loss(*given)
+    assert torch.equal(plain[0], found[0])
+    assert torch.equal(plain[1], found[1])
+
+
+def test_transposed_targets(oracle_backward: list[dict[str, Any]]) -> None:
+    for batch in (1, 2):
+        case = dsa_cases.make(batch, 6, 40, TOPK)
+        expected, found = leaves(case), leaves(case)
+        dsa_planner.indexer_loss(*expected, case.attn_score, case.topk_indices)[0].backward()
+        turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (case.attn_score, case.topk_indices)]
+        value, score = dsa_planner.indexer_loss(*found, *turned)
+        value.backward()
+        assert score.is_contiguous()
+        assert all(torch.equal(one.grad, other.grad) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_wrapper_refuses_by_name_before_torch_does() -> None:
+    case = case_of(12)
+    given = dict(
+        zip(
+            ("index_q", "weights", "index_k", "attn_score", "topk_indices"),
+            arguments(case, [case.index_q, case.weights, case.index_k])[:5],
+            strict=True,
+        )
+    )
+    for name, value in (("index_q", None), ("weights", [1.0]), ("sm_scale", "1"), ("loss_coeff", 10**400),
+                        ("backend", 5), ("deterministic", None), ("topk_indices_global", None)):  # fmt: skip
+        with pytest.raises(dsa_planner.UnsupportedError, match=name):
+            dsa_planner.indexer_loss(**{**given, name: value})
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "fp32 weights with default": (
         {"weights": lambda a: a["weights"].float()},
